@@ -16,7 +16,7 @@ from telegrad._core.calls.call_names import not_compiled
 from telegrad._core.calls.futures import Future, Signal
 from telegrad._core.pickling.remote_text import fold, folded
 from telegrad._core.texts import hint
-from telegrad.autograd.conductor import Conductor, DrivenPass
+from telegrad.autograd.conductor import Conductor, DrivenPass, WhenMade
 from telegrad.autograd.contexts import AutogradContext, Contexts, entered, entered_id
 from telegrad.autograd.guard import Capture, installed, look_for_gradients, seeds_of, tensors_of
 from telegrad.autograd.passes import FusedStep
@@ -28,8 +28,8 @@ __all__ = ["backward", "backward_async", "context", "get_gradients", "grad"]
 class RemoteRoot(Protocol):
     """A tensor on some worker, such as a reference."""
 
-    def _as_root(self) -> tuple[str, Any]:
-        """Return the worker, and the description by which that worker finds the value."""
+    def _as_root(self) -> tuple[str, Any, WhenMade]:
+        """Return the worker, the description by which that worker finds the value, and a function to wait for it."""
 
 
 Root = Tensor | RemoteRoot
@@ -362,7 +362,7 @@ def _begin(
     if step is not None:
         check_step(step)
     context = conductor.contexts.find(context_id)
-    places = _places(conductor.name, roots)
+    places, awaited = _places(conductor.name, roots)
     # Last, when the arguments are known to be right: from here on the optimizer may count this step as pending.
     fused = step._telegrad_fused(context_id) if step is not None else None
     driven = conductor.begin(
@@ -371,6 +371,7 @@ def _begin(
         timeout,
         (roots, fused),  # an owner keeps a value only as long as a reference to it exists
         outcome,
+        awaited=awaited,
         retain=retain or create,
         create=create,
         fast=mode == "fast",
@@ -396,22 +397,24 @@ def check_step(step: Any) -> None:
         raise UsageError(f"step must be a DistributedOptimizer, not {type(step).__name__}")
 
 
-def _places(here: str, roots: Root | Sequence[Root]) -> dict[str, list[Any]]:
-    """Group the roots by the workers that hold them."""
+def _places(here: str, roots: Root | Sequence[Root]) -> tuple[dict[str, list[Any]], list[tuple[str, WhenMade]]]:
+    """Group the roots by the workers that hold them. Return also how to wait for those that are references."""
     several = list(roots) if isinstance(roots, (list, tuple)) else [roots]
     if not several:
         raise UsageError("No tensors provided for gradient computation: give at least one root")
     places: dict[str, list[Any]] = {}
+    awaited: list[tuple[str, WhenMade]] = []
     for root in several:
         if isinstance(root, Tensor):
             check_root(root)
             places.setdefault(here, []).append(root)
         elif hasattr(root, "_as_root"):
-            worker, value = root._as_root()
+            worker, value, when_made = root._as_root()
             places.setdefault(worker, []).append(value)
+            awaited.append((worker, when_made))
         else:
             raise UsageError(f"a root must be a tensor or a reference to one, not {type(root).__name__}")
-    return places
+    return places, awaited
 
 
 def check_root(root: Any) -> None:
@@ -444,10 +447,7 @@ def look_at_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str,
         look_for_gradients(optimizer, several, [*args[1:], *kwargs.values()])
         return
     context = contexts.get(id_)
-    if context is None or not len(context.gradients):
-        return
-    passed_over = [each for each in several if context.gradients.passed_over(each)]
-    if passed_over:
+    if passed_over := [each for each in several if context is not None and context.gradients.passed_over(each)]:
         earlier = any(each.grad is not None for each in passed_over)
         what = "changes parameters by gradients of an earlier pass" if earlier else "leaves parameters unchanged"
         hint(

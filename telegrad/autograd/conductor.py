@@ -9,6 +9,9 @@ all others find nothing. Only the counts of the protocol have a lock, in `Driven
 carried out after the lock is released: that takes locks of the agent, and may fail the pass.
 
 A thread may send tasks of a pass that another thread has just failed. Workers that have received `Abandon` drop them.
+
+Once a pass has begun at a worker, it knows no tensors that the worker sends later. The call that makes a root may still
+have others send some. So if several workers have roots, none of them begins before the values of all roots exist.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from functools import partial
 from math import inf
 from time import monotonic, perf_counter
 from typing import Any
@@ -39,6 +43,8 @@ from telegrad.autograd.pass_parts import LocalParts, OpenRoots
 from telegrad.autograd.passes import ENDED, Abandon, Driver, Failed, PassReport, PassSpec, Task
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
 
+WhenMade = Callable[[float], Future[None]]  # returns a future of a root's value, given a timeout in case of a question
+
 ask_whether_recorded(lambda: entered_id() is not None and torch.is_grad_enabled())
 
 
@@ -54,7 +60,15 @@ class DrivenPass(Driver):
         self.begun = perf_counter()
         self.outcome: Any = outcome
         self._keeps = keeps  # kept alive until the pass has ended
-        self.lock = threading.Lock()  # guards the fields of Driver: reports of several workers come concurrently
+        self.starts: list[tuple[str, Task]] = []  # the first tasks
+        self.missing: dict[int, str] = {}  # the numbers and the workers of roots whose values may not exist yet
+        # Guards changes of `missing`, and the fields of Driver: reports of several workers come concurrently.
+        self.lock = threading.Lock()
+
+    @property
+    def owing(self) -> list[str]:
+        """Return the workers that the pass waits for: first for roots, then for reports. The copy is atomic."""
+        return sorted(set(self.missing.copy().values())) or super().owing
 
 
 class Conductor:
@@ -64,13 +78,13 @@ class Conductor:
         """`open_roots` gives the tensors of values on this worker, once they are available."""
         self.contexts = Contexts(agent, self._context_ended)
         self._agent = agent
-        self._parts = LocalParts(agent, self.contexts, open_roots, self._on_report, self._on_failed)
+        self._parts = LocalParts(agent, self.contexts, open_roots, self._on_report, self._fail)
         self.fused_steps = self._parts.fused_steps
         self._numbers = itertools.count(1)  # pass numbers; `next` is atomic
         self._driven: dict[PassSpec, DrivenPass] = {}  # no lock: each use is one atomic operation of a dict
         self._closed = False
         agent.on(PassReport, lambda _, message: self._on_report(message))
-        agent.on(Failed, lambda sender, message: self._on_failed(message.spec, rebuild(message.failure)))
+        agent.on(Failed, lambda sender, message: self._fail(message.spec, rebuild(message.failure)))
         agent.layers.graphs, agent.layers.entered_id = self, entered_id
         agent.lost.append(self._on_lost)
         agent.ticking.append(self._tick)
@@ -113,8 +127,8 @@ class Conductor:
     def close(self, reason: PeerError) -> None:
         """Fail the passes that this worker drives, because it leaves the group."""
         self._closed = True
-        for driven in self._driven.copy().values():
-            self._fail(driven, reason)
+        for spec in self._driven.copy():
+            self._fail(spec, reason)
 
     # Called by users
 
@@ -126,15 +140,16 @@ class Conductor:
         keeps: Any,
         outcome: Signal | Future[None],
         capture: Capture | None = None,
+        awaited: Sequence[tuple[str, WhenMade]] = (),
         **options: Any,
     ) -> DrivenPass:
         """Start a backward pass from `roots`, with `options` of PassSpec, and return without waiting for it.
 
-        Roots of this worker are tensors or values; roots of other workers are descriptions of values there. `keeps` is
-        kept alive until the pass has ended, which `outcome` reports. If `outcome` is a Signal, the caller must call
-        `wait`: this thread does this worker's part meanwhile. A worker that has the fused step in `fused_steps` gives
-        it the request as soon as all its gradients are there; a worker that cannot know this skips it. With a
-        `capture`, which `keeps` must hold, gradients go to the capture and are not accumulated.
+        Roots of this worker are tensors or values; roots of other workers are descriptions of values there. A worker
+        waits for its own roots; several workers begin once all `awaited` ones exist. `keeps` is kept alive until the
+        pass has ended, which `outcome` reports. If `outcome` is a Signal, the caller must call `wait`: this thread does
+        this worker's part meanwhile. A worker that has the fused step gives it the request once it knows that
+        all its gradients are there. With a `capture`, which `keeps` must hold, gradients go there instead.
         """
         # The tasks of a context run one after the other. The new pass would wait for the task of the running one, which
         # this thread can only finish after the hook has returned: without the check, until the timeout.
@@ -166,15 +181,24 @@ class Conductor:
         # The pass must be found in `_driven` before its first task is given away: the report of a worker, or a failure,
         # may arrive on another thread before `_give` returns, and an unknown pass counts as failed.
         driven = DrivenPass(context, spec, timeout, keeps, outcome)
+        driven.starts = driven.start(roots.items())
+        coming: list[Future[None]] = []
+        if len(roots) > 1 and awaited:
+            driven.missing = {number: worker for number, (worker, _) in enumerate(awaited)}
+            # The pass's own timeout comes first, since its error names all missing workers.
+            coming = [when_made(timeout and timeout + 1) for _, when_made in awaited]
         self._driven[spec] = driven
         # Another thread may have ended the context since the caller found it. That thread sets `ended` and then looks
         # for passes in `_driven`: one of the two sees the other.
         if context.ended:
-            self._fail(driven, _too_early(context.id))
+            self._fail(spec, _too_early(context.id))
             return driven
         if timeout:
             self._agent.wake_at(driven.deadline)
-        self._give(driven, driven.start(roots.items()), type(outcome) is Signal)
+        if not coming:
+            self._give(driven, driven.starts, type(outcome) is Signal)
+        for number, made in enumerate(coming):
+            made.add_done_callback(partial(self._on_root, spec, number))
         return driven
 
     def wait(self, driven: DrivenPass) -> None:
@@ -191,8 +215,8 @@ class Conductor:
 
     def under_way(self) -> list[tuple[int, int, float, list[str]]]:
         """Return context, number, start time and workers with pending tasks of each pass that this worker drives."""
-        driven = list(self._driven.copy().values())
-        return [(each.spec.context, each.spec.number, each.begun, each.owing) for each in driven]
+        driven = self._driven.copy()
+        return [(spec.context, spec.number, each.begun, each.owing) for spec, each in driven.items()]
 
     def follow(self, passed: Future[None], act: Callable[[Future[None]], None]) -> None:
         """Run `act(passed)`, which may wait for other workers, on another thread once the pass has ended."""
@@ -228,8 +252,24 @@ class Conductor:
             try:
                 self._parts.give(driven.context, worker, task, here)
             except TelegradError as error:
-                self._fail(driven, error)
+                self._fail(driven.spec, error)
                 return
+
+    def _on_root(self, spec: PassSpec, number: int, made: Any) -> None:
+        """Begin a pass when its last root exists; fail it if the root will not exist."""
+        # The callback has only the specification: the call that makes the root may outlive the pass by far.
+        driven = self._driven.get(spec)
+        if driven is None:
+            return
+        try:
+            made.wait()
+        except BaseException as error:
+            self._fail(spec, error)
+            return
+        with driven.lock:
+            del driven.missing[number]
+            tasks = driven.starts if not driven.missing else []
+        self._give(driven, tasks)
 
     def _on_report(self, report: PassReport) -> None:
         driven = self._driven.get(report.spec)
@@ -242,7 +282,7 @@ class Conductor:
             with driven.lock:
                 tasks = driven.report(report)
         except UnusedSends as error:
-            self._fail(driven, error.with_traceback(None))  # its frames would keep the graph alive
+            self._fail(driven.spec, error.with_traceback(None))  # its frames would keep the graph alive
             return
         if tasks:
             self._give(driven, tasks)
@@ -250,32 +290,27 @@ class Conductor:
         if driven.state == ENDED and self._driven.pop(driven.spec, None) is not None:
             self._complete(driven)
 
-    def _on_failed(self, spec: PassSpec, error: BaseException) -> None:
-        driven = self._driven.get(spec)
-        if driven is not None:
-            self._fail(driven, error)
-
-    def _fail(self, driven: DrivenPass, error: BaseException) -> None:
+    def _fail(self, spec: PassSpec, error: BaseException) -> None:
         """End a pass on all workers, and fail its outcome."""
-        if self._driven.pop(driven.spec, None) is None:  # another thread ends it
+        driven = self._driven.pop(spec, None)
+        if driven is None:  # another thread ends it
             return
         # The outcome comes last: when the caller continues, this worker has dropped the pass, and `Abandon` is on its
         # way to the others, before any message of the next pass.
-        self._parts.abandon(driven.spec)
+        self._parts.abandon(spec)
         for worker in sorted(driven.workers - {self.name}):
             with contextlib.suppress(TelegradError):
-                self._parts.tell(driven.context, worker, Abandon(driven.spec))
+                self._parts.tell(driven.context, worker, Abandon(spec))
         self._complete(driven, error)
 
     def _complete(self, driven: DrivenPass, error: BaseException | None = None) -> None:
         if (note := events.note) is not None:
             spec, failure = driven.spec, "" if error is None else type(error).__name__
             note((events.BACKWARD_PASS, driven.begun, perf_counter(), spec.context, spec.number, failure))
-        outcome = driven.outcome
-        act, result = (outcome.set_result, None) if error is None else (outcome.set_exception, error)
+        act, result = (driven.outcome.set_result, None) if error is None else (driven.outcome.set_exception, error)
         # Callbacks of a future are user code. They must not run on a reader thread, nor on the thread that runs the
         # tasks of the context: another pass that they begin there would wait for them. A signal has no such callbacks.
-        if self._closed or type(outcome) is Signal:
+        if self._closed or type(driven.outcome) is Signal:
             act(result)
         else:
             self._agent.later(act, result)
@@ -284,24 +319,24 @@ class Conductor:
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         lost = PeerLost(f"a backward pass cannot continue without worker {who.name!r}: {reason}")
-        for driven in self._driven.copy().values():
+        for spec, driven in self._driven.copy().items():
             # The news may come when another worker, which takes part, has the name already.
             if who.name in driven.workers and driven.context.met(who.name) in (None, who):
-                self._fail(driven, lost)
+                self._fail(spec, lost)
         self._parts.lost(who, lost)
 
     def _context_ended(self, id_: int) -> None:
-        for driven in self._driven.copy().values():
-            if driven.context.id == id_:
-                self._fail(driven, _too_early(id_))
+        for spec in self._driven.copy():
+            if spec.context == id_:
+                self._fail(spec, _too_early(id_))
 
     def _tick(self, now: float) -> float:
         upcoming = self._parts.send_gathered(now)
-        for driven in self._driven.copy().values():
+        for spec, driven in self._driven.copy().items():
             if driven.deadline <= now:
                 owing = ", ".join(map(repr, driven.owing)) or "no worker"
                 text = f"the backward pass of context {driven.context.id} timed out; it was waiting for {owing}"
-                self._fail(driven, CallTimeout(f"{text}. Give it a longer timeout"))
+                self._fail(spec, CallTimeout(f"{text}. Give it a longer timeout"))
             else:
                 upcoming = min(upcoming, driven.deadline)
         return upcoming

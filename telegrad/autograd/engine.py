@@ -167,7 +167,8 @@ class EngineRunner:
         for entry, parts in gradients:
             if entry not in schedule.open:
                 raise UsageError(
-                    f"context {self._context.id} received gradients for message {entry}, which is not open"
+                    f"tensors sent since the backward pass of context {self._context.id} began here take part in it: a "
+                    "call has changed a root in place meanwhile. Wait for such calls before the pass"
                 )
             shared = len(parts) > 1 and len({*map(id, parts)}) < len(parts)  # one tensor may be sent for several
             for edge, gradient in zip(self._edges[entry], parts, strict=False):

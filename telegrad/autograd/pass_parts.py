@@ -347,13 +347,10 @@ class LocalParts:
         if self._agent.name in spec.roots:
             early = context.early.setdefault(spec, [])
             for task in tasks:
-                if isinstance(task, Start):
-                    roots = task.values
-                    early.insert(0, task)
-                else:
-                    early.append(task)
-            if not roots:
+                early.insert(0 if isinstance(task, Start) else len(early), task)
+            if not isinstance(early[0], Start):
                 return []
+            roots = early[0].values
             # The value of a reference may not be computed yet. This thread does not wait for it: `_opened` posts the
             # start again, with tensors in the place of descriptions, and other messages are kept until then.
             for root in roots:

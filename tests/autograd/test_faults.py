@@ -11,8 +11,8 @@ import torch
 
 import telegrad.autograd as autograd
 from telegrad._core.worker import current
-from telegrad.errors import ContextLost, PeerError, PeerLost, PeerUnreachable
-from telegrad.rpc import rpc_async, rpc_sync, shutdown
+from telegrad.errors import ContextLost, OwnerLost, PeerError, PeerLost, PeerUnreachable
+from telegrad.rpc import remote, rpc_async, rpc_sync, shutdown
 from tests.autograd.functions import Passing
 from tests.cluster import PATIENCE, Process, agents, group, wait_until
 
@@ -77,6 +77,19 @@ def begin_and_stay() -> None:
     entered.append(autograd.context())
     entered[-1].__enter__()
     rpc_async("worker1", torch.mul, (torch.ones(3, requires_grad=True), 2)).wait()
+
+
+def step_whose_root_is_lost() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with autograd.context() as context:
+        roots: list[Any] = [rpc_sync("worker1", torch.sin, (x,)).sum(), remote("worker2", os._exit, (1,))]
+        with pytest.raises((PeerError, OwnerLost), match="worker2"):
+            autograd.backward(context, roots)
+        assert not autograd.get_gradients(context)
+
+
+def test_a_worker_that_dies_before_it_has_made_a_root(trio: list[Process]) -> None:
+    trio[0].run(step_whose_root_is_lost)
 
 
 def test_the_contexts_of_a_worker_that_died_are_released(trio: list[Process]) -> None:
@@ -212,5 +225,5 @@ def test_a_pass_goes_on_if_an_earlier_worker_of_a_name_is_lost(monkeypatch: pyte
         conductor._on_lost(other.me.identity._replace(incarnation="an earlier life"), PeerLost("late news"))
         assert not failed
         conductor._on_lost(other.me.identity, PeerLost("it died"))
-        assert failed == [driven]
+        assert failed == ["a pass"]
         monkeypatch.setattr(conductor, "_driven", {})

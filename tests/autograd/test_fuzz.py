@@ -72,7 +72,7 @@ def run(seeds: Iterable[int], workers: list[Worker]) -> None:
         wait_until(lambda worker=worker: not any(worker.references.counts().values()))  # type: ignore[misc]
 
 
-def run_with_riders(seeds: Iterable[int], workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def run_with_hooks(seeds: Iterable[int], workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     riding = Riding(workers)
     monkeypatch.setattr(programs, "step", riding)
     run(seeds, workers)
@@ -83,8 +83,8 @@ def test_random_programs(five: list[Worker]) -> None:
     run(SEEDS[:75], five)
 
 
-def test_riders_of_random_programs(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with_riders(SEEDS[75:], five, monkeypatch)
+def test_fused_steps_of_random_programs(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with_hooks(SEEDS[75:], five, monkeypatch)
 
 
 @pytest.mark.nightly
@@ -94,4 +94,4 @@ def test_ten_thousand_random_programs(five: list[Worker]) -> None:
 
 @pytest.mark.nightly
 def test_riders_of_ten_thousand_random_programs(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with_riders(MANY_SEEDS, five, monkeypatch)
+    run_with_hooks(MANY_SEEDS, five, monkeypatch)

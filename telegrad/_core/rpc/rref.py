@@ -194,6 +194,11 @@ class RRef(Generic[T]):
     @not_compiled
     def future(self) -> Future[None]:
         """Return a future that is done once the value exists; it fails with the error of the creating call."""
+        return self._when_made(DEFAULT)
+
+    _get_future = future
+
+    def _when_made(self, timeout: float) -> Future[None]:
         creation = self._table.creation(self._handle)
         if creation is not None:
             return creation
@@ -204,9 +209,7 @@ class RRef(Generic[T]):
             done: Future[None] = Future()
             done.set_result(None)
             return done
-        return self._table.agent.call_async(self._reach(), created, self._handle.id, None, keeps=self)
-
-    _get_future = future
+        return self._table.agent.call_async(self._reach(), created, self._handle.id, None, timeout, self)
 
     # Gradients
 
@@ -234,8 +237,8 @@ class RRef(Generic[T]):
             check_root(value)
         value.backward(retain_graph=retain_graph)  # type: ignore[attr-defined]
 
-    def _as_root(self) -> tuple[str, Any]:
-        return self._reach().name, self._handle.id
+    def _as_root(self) -> tuple[str, Any, Callable[[float], Future[None]]]:
+        return self._reach().name, self._handle.id, self._when_made
 
     # Calls at the owner
 

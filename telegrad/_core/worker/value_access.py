@@ -17,7 +17,7 @@ from telegrad._core.agent.call_server import ASYNC_MARK, Deferred
 from telegrad._core.agent.incoming import its_future
 from telegrad._core.calls.call_names import RUNS, known_as, runs_as, user_name
 from telegrad._core.calls.cancelling import MUST_FINISH, finishes
-from telegrad._core.calls.futures import Future, Signal, complete
+from telegrad._core.calls.futures import Future, complete
 from telegrad._core.membership.members import Identity
 from telegrad._core.pickling.main_modules import warn_of_rebound
 from telegrad._core.pickling.remote_text import fold
@@ -242,29 +242,25 @@ def open_roots(table: ReferenceTable, values: Sequence[Any]) -> Future[list[Tens
     The future fails if one of them cannot be a root.
     """
     found: Future[list[Tensor]] = Future()
-    coming = [table.slot(value) if not isinstance(value, Tensor) else None for value in values]
-
-    _look_at_roots(found, values, coming)
+    _look_at_roots(found, [value if isinstance(value, Tensor) else table.slot(value) for value in values])
     return found
 
 
-def _look_at_roots(
-    found: Future[list[Tensor]], values: Sequence[Any], coming: Sequence[Signal | None], _: Any = None
-) -> None:
+def _look_at_roots(found: Future[list[Tensor]], coming: Sequence[Tensor | ValueSlot], _: Any = None) -> None:
     """Complete `found` if all values are there; otherwise check again when the next one is.
 
     This is no closure that passes itself on: that would be a reference cycle, which keeps the graphs of the roots
     alive.
     """
-    missing = next((each for each in coming if each is not None and not each.done()), None)
-    if missing is not None:
-        missing.add_done_callback(partial(_look_at_roots, found, values, coming))
-        return
-    complete(found, _roots_of, values, coming)
+    missing = next((each for each in coming if isinstance(each, ValueSlot) and not each.done()), None)
+    if missing is None:
+        complete(found, _roots_of, coming)
+    else:
+        missing.add_done_callback(partial(_look_at_roots, found, coming))
 
 
-def _roots_of(values: Sequence[Any], coming: Sequence[Signal | None]) -> list[Tensor]:
-    roots = [value if each is None else each.wait() for value, each in zip(values, coming, strict=True)]
+def _roots_of(coming: Sequence[Tensor | ValueSlot]) -> list[Tensor]:
+    roots = [each.wait() if isinstance(each, ValueSlot) else each for each in coming]
     for root in roots:
         check_root(root)
     return roots
