@@ -161,6 +161,13 @@ def sleeps() -> None:
             steps.extend(str(step))
 
 
+@pytest.mark.parametrize(("function", "args", "shown"), [(goes_on, (), False), (calls, (arrive,), True)])
+def test_the_frame_that_runs_a_handler_is_left_out_in_code_of_the_user(function: Any, args: Any, shown: bool) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        function(*args)
+    assert (interrupts.__file__ in {str(entry.path) for entry in caught.traceback}) == shown
+
+
 def test_a_blocking_call_is_interrupted_and_its_cleanup_is_not() -> None:
     arrive_soon()
     with takes_less_than(LIMIT / 2):

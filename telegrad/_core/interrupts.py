@@ -219,7 +219,15 @@ class _Handler:
         if signum in _postponed:
             raise _postponed.pop(signum)
         if frame is None or not is_ours or not _hands_over(frame):
-            return self.inner(signum, frame)
+            try:
+                return self.inner(signum, frame)
+            except BaseException as error:
+                # Functions of this package know the error by this frame. If none is on the stack, the user need not see
+                # the frame, so it is taken out of the traceback. A `raise` without arguments does not add it again.
+                if _PACKAGE not in map(_package_of, outwards(frame)):
+                    # its class may forbid an assignment
+                    BaseException.with_traceback(error, error.__traceback__.tb_next)  # type: ignore[union-attr]
+                raise
         # The interrupted function no longer has the right to read, so it must not continue where it was interrupted.
         # `Resumed` makes it start its wait again. If the handler raises, its exception ends the wait instead.
         self.inner(signum, frame)
@@ -304,6 +312,10 @@ def _is_ours(at: FrameType) -> bool:
     return False
 
 
+def _package_of(frame: FrameType) -> str:
+    return (frame.f_globals.get("__name__") or "").partition(".")[0]
+
+
 def _is_finalizer(frame: FrameType) -> bool:
     """Return True for `__del__`, and for a callback of a weak reference in the library, such as that of a WeakSet."""
     return frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") in ("weakref", "_weakrefset")
@@ -317,7 +329,7 @@ def _is_uninterrupted(at: FrameType) -> bool:
 def _is_importing(at: FrameType) -> bool:
     """Return True if this package is importing torch or a part of itself."""
     for frame in outwards(at):
-        top = (frame.f_globals.get("__name__") or "").partition(".")[0]
+        top = _package_of(frame)
         if top in ("torch", _PACKAGE) and frame.f_code.co_name == "<module>":
             return True
         if top == _PACKAGE:
@@ -328,7 +340,7 @@ def _is_importing(at: FrameType) -> bool:
 def _made_here(frame: FrameType) -> bool:
     """Return True if the context manager entered or left at this frame is a generator of this package."""
     generator = getattr(getattr(frame.f_locals.get("self"), "gen", None), "gi_frame", None)
-    return generator is not None and (generator.f_globals.get("__name__") or "").partition(".")[0] == _PACKAGE
+    return generator is not None and _package_of(generator) == _PACKAGE
 
 
 class _Kicks:

@@ -307,6 +307,8 @@ class Conductor:
         if (note := events.note) is not None:
             spec, failure = driven.spec, "" if error is None else type(error).__name__
             note((events.BACKWARD_PASS, driven.begun, perf_counter(), spec.context, spec.number, failure))
+        # Before the outcome: the caller continues with it.
+        driven.context.accumulated |= error is None and not driven.spec.captures
         act, result = (driven.outcome.set_result, None) if error is None else (driven.outcome.set_exception, error)
         # Callbacks of a future are user code. They must not run on a reader thread, nor on the thread that runs the
         # tasks of the context: another pass that they begin there would wait for them. A signal has no such callbacks.

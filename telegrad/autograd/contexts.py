@@ -136,6 +136,7 @@ class AutogradContext:
         self.owner = id_ >> OWNER_SHIFT  # the rank of the worker that began the context
         self.gradients = Gradients()
         self.autocast = b""  # in which passes of this worker run here only, see `Settings.sends_modes`
+        self.accumulated = False  # True once a pass that this worker drives has accumulated its gradients
         self.passes = 0  # in which this worker has taken part; `Contexts` counts and guards them
         # A pass, which has `ship`; set by the thread that runs the graph, one at a time. A `Recv` finds the pass by its
         # context and not by the current thread: the engine may run it on the thread of an accelerator.

@@ -316,20 +316,25 @@ class DistributedOptimizer(Optimizer):
             raise contexts.error_of(context_id, text)
         # The calls do not join the context, unless owners with kept gradients may have to join it.
         with nullcontext() if self._keeps else Inside(None):
-            counts = call_owners(self.locals, method, (context_id, *args), user_name(method), done.stepped).values()
+            outcomes = call_owners(self.locals, method, (context_id, *args), user_name(method), done.stepped).values()
+        context = contexts.get(context_id)
         # An owner may know nothing of the context, because no pass has reached it. That is an error only if no worker
         # does.
-        if contexts.get(context_id) is None and all(count is None for count in counts):
+        if context is None and not any(knows for knows, _ in outcomes):
             raise ContextEnded(
                 f"no owner of these parameters knows an autograd context with id: {context_id}. It has ended, or they "
                 "took no part in it; call this inside its `with` block"
             )
-        if not any(counts):
-            hint(
-                "no gradients",
-                f"none of the parameters has a gradient in this context, so {method}() did nothing: run "
-                "telegrad.autograd.backward(context_id, loss) first; loss.backward() does not cross workers",
+        found = {found for _, found in outcomes}
+        if True not in found and found != {None}:  # None: all parameters of the owner are frozen
+            cause = (
+                "probably the loss does not depend on them, or they were used outside of the context"
+                if context is not None and context.accumulated
+                else "this worker has run no backward pass in it. Run telegrad.autograd.backward(context_id, loss) "
+                "first; loss.backward() does not cross workers"
             )
+            text = f"none of the parameters has a gradient in this context, so {method}() did nothing: {cause}"
+            hint("no gradients", text)
 
     def _changes(self) -> dict[int, Hyperparameters]:
         """Return a copy of the values that changed in the groups since the last step, by group number."""

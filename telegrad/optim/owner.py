@@ -150,11 +150,8 @@ class LocalOptimizer:
 
     # `finishing`: a step that was cancelled in the middle would leave some parameters changed and others not.
     @finishing
-    def step(self, context_id: int, changes: Changes, factor: float = 1.0) -> int | None:
-        """Apply these changes of hyperparameters, then the gradients of a context, multiplied by `factor`.
-
-        Return the number of parameters that had a gradient, or None if this worker does not know the context.
-        """
+    def step(self, context_id: int, changes: Changes, factor: float = 1.0) -> tuple[bool, bool | None]:
+        """Apply changes of hyperparameters, then the gradients of a context times `factor`. Return `_outcome`."""
         assert self._optimizer is not None
         start = perf_counter()
         with holding(self._guards):
@@ -171,21 +168,25 @@ class LocalOptimizer:
             # The optimizer reads `.grad`, but the gradients belong to the context. So `.grad` has them only for the
             # step, and what the program keeps there is put back afterwards.
             before: list[Tensor | None] = []
-            found = 0
             try:
                 for parameter, target in zip(self.parameters, self._targets, strict=True):
                     if self._hogwild:
                         target.data = parameter.data  # the parameter's data may have been replaced meanwhile
                     before.append(target.grad)
-                    target.grad = gradient = gradients.get(parameter)
-                    found += gradient is not None
+                    target.grad = gradients.get(parameter)
                 self._step()
             finally:
                 for target, gradient in zip(self._targets, before, strict=False):
                     target.grad = gradient
         if (note := events.note) is not None:
             note((events.STEPPED, start, perf_counter(), context_id, type(self._optimizer).__name__))
-        return None if context is None else found
+        return self._outcome(context, gradients)
+
+    def _outcome(self, context: AutogradContext | None, gradients: Mapping[Tensor, Tensor]) -> tuple[bool, bool | None]:
+        """Return if this worker knows the context, and if a parameter has a gradient there; None if all are frozen."""
+        found = any(each in gradients for each in self.parameters)
+        frozen = not found and not any(each.requires_grad for each in self.parameters)
+        return context is not None, None if frozen else found
 
     @finishing
     def retire(self) -> None:
@@ -207,16 +208,16 @@ class LocalOptimizer:
     # Gradients
 
     @finishing
-    def accumulate(self, context_id: int) -> int | None:
-        """Keep the gradients of a context for the next step. Return as `step`."""
+    def accumulate(self, context_id: int) -> tuple[bool, bool | None]:
+        """Keep the gradients of a context for the next step. Return `_outcome`."""
         context = current.conductor().contexts.get(context_id)
         gradients = {} if context is None else context.gradients.as_dict()
         # These are copies, because a later pass of the context adds to its gradients in place.
-        found = [parameter for parameter in self.parameters if parameter in gradients]
         with holding(self._guards):
-            for parameter in found:
-                self._kept.add(parameter, gradients[parameter].clone(), graph=False)
-        return None if context is None else len(found)
+            for parameter in self.parameters:
+                if parameter in gradients:
+                    self._kept.add(parameter, gradients[parameter].clone(), graph=False)
+        return self._outcome(context, gradients)
 
     @finishing
     def gather(self, context_id: int) -> None:

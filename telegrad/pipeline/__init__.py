@@ -305,6 +305,7 @@ class Pipeline(nn.Module, Recoverable):
             # the batch would miss them. So no worker steps then, and `fused.end` makes all of them step.
             leads_on = any(map(attrgetter("positions"), (*own, *wanted)))
             results = driver.run_batch(self.schedule, given, len(sizes), True, fused if not leads_on else None)
+        context.accumulated = True
         first, last = results[driver.runner_of[0]], results[driver.runner_of[-1]]
         if last.scalars:
             hint(

@@ -1,6 +1,6 @@
-"""Remote code runs in the default modes of torch, as with torch's own RPC, whatever the caller's modes are.
+"""Remote code runs in the default modes of torch, and callers get its errors, as with torch's own RPC.
 
-One program shows what remote code and callers see. It runs with torch's RPC, and in the drop-in mode.
+Two programs show what remote code and callers see. They run with torch's RPC, and in the drop-in mode.
 """
 
 import pathlib
@@ -11,6 +11,10 @@ import pytest
 import torch.distributed
 
 PATIENCE = 300  # seconds; imports take long on a busy machine
+pytestmark = [
+    pytest.mark.timeout(2 * PATIENCE),
+    pytest.mark.skipif(not hasattr(torch._C, "_rpc_init"), reason="torch was built without RPC"),
+]
 
 PROGRAM = """\
 import contextlib, sys, warnings
@@ -108,6 +112,37 @@ def show():
                         print(name, text(dict(ways(x, layer, module, made))[name]()))
         print(layer.rpc_sync().show()[1], module.get_module_rref().rpc_sync().show()[1], text(train(make)))
 
+"""
+ERRORS = """\
+import math, sys, warnings
+import torch
+import torch.distributed.rpc as rpc
+
+def add(*args):
+    return torch.add(*args)
+
+def ways(to, *call):
+    yield lambda: rpc.rpc_sync(to, *call)
+    yield lambda: rpc.rpc_async(to, *call).wait()
+    if to == "w1":  # torch keeps the reference of a failed call to itself, and its shutdown waits for that in vain
+        yield lambda: rpc.remote(to, *call).to_here()
+
+def show():
+    x = torch.ones(2)
+    for call in (
+        (torch.add, (x, "x")), (torch.add, (x, x, 1, 2)), (torch.add, ()), (torch.add, (None, x)), (torch.norm, ()),
+        (torch.add, (x, x), {"foo": 1}), (torch.neg, (x,), {"input": x}), (torch.cat, (["a"],)), (torch.mm, (x, {})),
+        (torch.zeros, ("a",)), (torch.select, (x, 0.5, 0)), (torch.select, (x, 2**70, 0)), (math.sqrt, ("x",)),
+        (torch.nn.functional.linear, (x, "x")), (torch.einsum, (3, x)), (torch.sum, (x, 5)), (torch.mm, (x, x)),
+        (add, (x, "x")), (add, ()), (torch.Tensor.add, (x, "x")), (int, ([],)), (int, ("x",)),
+    ):
+        for way in (*ways("w1", *call), *ways("w0", *call)):
+            try:
+                way()
+            except Exception as error:
+                print(call[0].__name__, call[1:], isinstance(error, RuntimeError), isinstance(error, TypeError))
+"""
+RUN = """
 def run(rank, store):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -125,17 +160,27 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.nightly  # tests/limits has a short program
-@pytest.mark.timeout(2 * PATIENCE)
-@pytest.mark.skipif(not hasattr(torch._C, "_rpc_init"), reason="torch was built without RPC")
-def test_modes_of_the_caller_stay_with_it(tmp_path: pathlib.Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+def shown_in_both(program: str, folder: pathlib.Path) -> list[list[str]]:
+    """Return the lines that `show()` of a program prints with torch's RPC, and in the drop-in mode."""
+    path = folder / "program.py"
+    path.write_text(program + RUN)
     shown = []
     for runner in ([], ["-m", "telegrad"]):
-        command = [sys.executable, *runner, str(program), str(tmp_path / f"store{len(runner)}")]
+        command = [sys.executable, *runner, str(path), str(folder / f"store{len(runner)}")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
         shown.append(done.stdout.splitlines())
-    assert len(shown[0]) == 3 * (2 * 14 + 1)
-    assert shown[1] == shown[0]
+    return shown
+
+
+@pytest.mark.nightly  # tests/limits has a short program
+def test_modes_of_the_caller_stay_with_it(tmp_path: pathlib.Path) -> None:
+    torchs, ours = shown_in_both(PROGRAM, tmp_path)
+    assert len(torchs) == 3 * (2 * 14 + 1)
+    assert ours == torchs
+
+
+def test_errors_of_calls_of_operators_are_of_the_types_that_torch_raises(tmp_path: pathlib.Path) -> None:
+    torchs, ours = shown_in_both(ERRORS, tmp_path)
+    assert len(torchs) == 22 * (3 + 2)
+    assert ours == torchs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from math import inf
@@ -19,7 +18,7 @@ import telegrad.autograd as autograd
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad.autograd.contexts import Contexts
-from telegrad.errors import ContextEnded, TelegradWarning, UsageError, WorkersFailed
+from telegrad.errors import ContextEnded, UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import RRef, remote, rpc_sync
@@ -76,20 +75,19 @@ def test_a_step_on_a_chain_of_workers_needs_no_call(sent: Counter[str]) -> None:
     assert same(spread, whole)
 
 
+@pytest.mark.filterwarnings("error")  # such as a scheduler's that misses the step
 def test_changes_of_hyperparameters_ride_along(sent: Counter[str]) -> None:
     spread, whole = together(3)
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, spread, lr=0.1, momentum=0.9)
     reference = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     schedulers = [lr_scheduler.StepLR(each, 2, 0.5) for each in (optimizer, reference)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # such as a scheduler's that misses the step
-        for seed in range(6):
-            with autograd.context() as context:
-                counts = backward(sent, context, loss_of(spread, seed), step=optimizer)
-            assert "call" not in counts
-            step_whole(whole, reference, seed)
-            for scheduler in schedulers:
-                scheduler.step()
+    for seed in range(6):
+        with autograd.context() as context:
+            counts = backward(sent, context, loss_of(spread, seed), step=optimizer)
+        assert "call" not in counts
+        step_whole(whole, reference, seed)
+        for scheduler in schedulers:
+            scheduler.step()
     assert same(spread, whole)
 
 
@@ -273,13 +271,6 @@ def test_wrong_steps_are_refused() -> None:
     with pytest.raises(ContextEnded):
         autograd.backward(context, leaf.sum(), step=optimizer)
     assert leaf == 1
-
-
-def test_a_pass_that_reaches_none_of_the_parameters_warns() -> None:
-    leaf = torch.ones(1, requires_grad=True)
-    optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
-    with autograd.context() as context, pytest.warns(TelegradWarning, match="none of the parameters has a gradient"):
-        autograd.backward(context, leaf.sum(), step=optimizer)
 
 
 # Features of steps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -16,7 +15,7 @@ import telegrad.autograd as autograd
 from telegrad._core.worker import current
 from telegrad._core.worker.current import Worker
 from telegrad.errors import ContextEnded, PeerError, TelegradWarning, UsageError, WorkersFailed
-from telegrad.nn import RemoteModule
+from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import RRef, remote, rpc_sync
 from tests.cluster import agents_here, in_threads
@@ -436,17 +435,37 @@ def test_a_reference_or_remote_modules_may_replace_a_list_of_references() -> Non
     assert list(DistributedOptimizer(torch.optim.SGD, layer, lr=0.1).locals) == ["w1"]
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_step_without_a_backward_pass_warns_that_it_did_nothing() -> None:
     model = RemoteModule("w1", linear, (2, 2))
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)
     with autograd.context() as context:
         loss = model(torch.ones(2, dtype=torch.float64)).sum()
-        with pytest.warns(TelegradWarning, match="none of the parameters has a gradient"):
+        autograd.grad(context, loss * 2, loss, retain_graph=True)  # accumulates nothing
+        with pytest.warns(TelegradWarning, match=r"so step\(\) did nothing: .* has run no backward pass"):
             optimizer.step(context)
         autograd.backward(context, loss)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optimizer.step(context)
+        optimizer.step(context)
+
+
+@WAYS
+@pytest.mark.filterwarnings("error")
+def test_a_pass_that_reaches_none_of_the_parameters_warns_unless_they_are_frozen(fused: bool) -> None:
+    other = torch.ones(1, requires_grad=True)
+    models = [RemoteModule(worker, linear, (2, 2)) for worker in ("w1", "w2")]
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, nn.ModuleList(models), lr=1)
+    models[0].requires_grad_(False)
+    with pytest.warns(TelegradWarning, match="did nothing: probably the loss does not depend on them"):
+        train(optimizer, lambda: other.sum(), fused)
+    models[1].requires_grad_(False)
+    train(optimizer, lambda: models[0](data(1)[:, :2]).sum() * other.sum(), fused)
+
+
+def test_a_step_after_a_batch_of_a_pipeline_is_not_told_to_run_a_pass() -> None:
+    optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
+    batch = torch.ones(2, 2), torch.zeros(2, 2), nn.functional.mse_loss
+    with autograd.context() as context, pytest.warns(TelegradWarning, match="probably the loss does not depend"):
+        Pipeline([nn.Linear(2, 2)], chunks=1).forward_backward(context, *batch, step=optimizer)
 
 
 def test_a_step_in_an_ended_context_changes_no_parameter() -> None:

@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -32,14 +33,21 @@ To = str | int | WorkerInfo
 T = TypeVar("T")
 S = TypeVar("S")
 
-_NO_SCHEMA = "received an invalid combination of arguments"
 _UNICODE_ERRORS = UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError  # not made from a single text
 
 
-def translated(error: BaseException) -> BaseException:
+def is_operator(function: Any) -> bool:
+    """Return True for a function that torch's RPC calls as an operator in C++, such as `torch.add` or `math.sqrt`."""
+    return torch.jit._builtins._find_builtin(function) is not None  # type: ignore[no-untyped-call]
+
+
+def translated(error: BaseException, of_operator: bool = False) -> BaseException:
     """Return the error of a call as torch reports it: a RuntimeError if torch's own code raised it."""
-    if isinstance(error, TypeError) and _NO_SCHEMA in str(error):
-        return RuntimeError(f"Overloaded torch operator invoked from Python failed to match any schema: {error}")
+    if of_operator and remote_traceback_of(error) and not isinstance(error, RuntimeError):
+        # torch compares the arguments with the operator's schemas, and raises RuntimeErrors only.
+        if isinstance(error, TypeError):
+            return RuntimeError(f"Overloaded torch operator invoked from Python failed to match any schema: {error}")
+        return as_runtime_error(error)
     if isinstance(error, torch.jit.Error) and not isinstance(error, RuntimeError):
         return RuntimeError(str(error))
     # torch raises the error of a call from C++, which keeps only these types, and only of errors that it could make
@@ -48,10 +56,10 @@ def translated(error: BaseException) -> BaseException:
     return error if is_kept or not remote_traceback_of(error) else as_runtime_error(error)
 
 
-def raise_translated(error: Exception) -> NoReturn:
+def raise_translated(error: Exception, of_operator: bool = False) -> NoReturn:
     """Raise the error of a call, which is being handled, as torch reports it."""
     fold(error)
-    if (shown := translated(error)) is error:
+    if (shown := translated(error, of_operator)) is error:
         raise
     raise shown from None
 
@@ -60,6 +68,7 @@ class CallFuture(futures.Future[T]):
     """A future of a call's value."""
 
     modes: Modes | None = None  # of the caller: its callbacks run in them
+    of_operator = False  # the called function is one
 
     def set_result(self, result: T) -> None:
         with nullcontext() if self.modes is None else self.modes.applied():
@@ -67,7 +76,7 @@ class CallFuture(futures.Future[T]):
 
     def set_exception(self, result: Any) -> None:
         with nullcontext() if self.modes is None else self.modes.applied():
-            super().set_exception(translated(result))  # type: ignore[arg-type]
+            super().set_exception(translated(result, self.of_operator))  # type: ignore[arg-type]
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> futures.Future[S]:
         """Do the same as torch's `then`, but convert an exception of `callback` to a RuntimeError that contains it."""
@@ -136,7 +145,7 @@ def rpc_sync(
                 return profiling.called(_event("sync", to, func), perform, target(to), call, timeout)
             return current.agent().perform(target(to), call, timeout)
         except Exception as error:
-            raise_translated(error)
+            raise_translated(error, is_operator(func))
     except BaseException as error:
         fold(error)
         raise
@@ -156,12 +165,13 @@ def rpc_async(
 
 
 def _begin(to: To, call: PreparedCall, timeout: float) -> Future[Any]:
-    return current.agent().begin(target(to), call, timeout, make_future)
+    return current.agent().begin(target(to), call, timeout, partial(make_future, is_operator(call.users)))
 
 
-def make_future() -> CallFuture[Any]:
+def make_future(of_operator: bool = False) -> CallFuture[Any]:
     """Return a future of a call that this thread makes."""
     future: CallFuture[Any] = CallFuture()
+    future.of_operator = of_operator
     if not has_no_mode():
         future.modes = Modes.here()
     return future
@@ -173,18 +183,22 @@ def remote(
 ) -> RRef[Any]:
     call = _call(to, func, args, kwargs)
     session = profiler.session()
-    if session is None and profiling.wanted():
-        return profiling.called_creation(_event("remote", to, func), remote_calls.create, to, call, timeout)
-    if session is None:
-        return remote_calls.create(to, call, timeout)
+    create: Callable[..., RRef[Any]] = remote_calls.create
     made: list[RRef[Any]] = []
+    if session is None and profiling.wanted():
+        create = partial(profiling.called_creation, _event("remote", to, func), create)
 
-    def create(seen: PreparedCall) -> Future[Any]:
-        made.append(remote_calls.create(to, seen, timeout))
+    def begin(seen: PreparedCall) -> Future[Any]:
+        made.append(create(to, seen, timeout))
         return made[0].future()
 
-    made_and_seen = _profiled("remote", to, call, session, create)
-    made[0]._set_profiling_future(made_and_seen)
+    if session is None:
+        made.append(create(to, call, timeout))
+    else:
+        made_and_seen = _profiled("remote", to, call, session, begin)
+        made[0]._set_profiling_future(made_and_seen)
+    if is_operator(func) and hasattr(type(made[0]), "_of_operator"):  # not if `telegrad.rpc` has entered the group
+        made[0]._of_operator = True  # type: ignore[attr-defined]
     return made[0]
 
 

@@ -37,11 +37,12 @@ FORK = "Cannot call fork an UserRRef after deletion."
 class RRef(references.RRef[T]):
     """A reference to a value of type T on its owner. The value lives as long as any reference to it."""
 
-    __slots__ = ("_profiled", "_type")
+    __slots__ = ("_of_operator", "_profiled", "_type")
 
     _make_future = staticmethod(calls.make_future)
     _sends_modes = False
 
+    _of_operator: bool  # made here by a call of an operator of torch, see `calls.is_operator`
     _profiled: Future[Any]  # done once the profiler event of the creating call is complete
     _type: Future[type]
 
@@ -59,9 +60,15 @@ class RRef(references.RRef[T]):
             ) from None
 
     @not_compiled
+    @folded
     def to_here(self, timeout: float = DEFAULT) -> T:
         self._check_alive("Cannot call to_here() on it after deletion.")
-        return super().to_here(timeout)
+        try:
+            return super().to_here(timeout)
+        except Exception as error:
+            if getattr(self, "_of_operator", False):
+                calls.raise_translated(error, True)
+            raise
 
     @not_compiled
     def local_value(self) -> T:
