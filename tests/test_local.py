@@ -527,6 +527,22 @@ def test_rounds_leave_nothing_open_and_wait_for_no_child_of_a_worker(workers: in
     assert float(re.findall(r"took (.*)", ran.stdout)[0]) < 2 * local.GRACE
 
 
+@pytest.mark.timeout(2 * PATIENT)
+def test_names_and_roles_may_begin_as_options_do(tmp_path: pathlib.Path) -> None:
+    ran = run(
+        """
+import telegrad
+from telegrad import rpc
+
+for names in (["-h"], ["--role", "--"], {"--": 1}):
+    with telegrad.local(names) as group:
+        print([rpc.rpc_sync(name, rpc.get_worker_info).name for name in group], [each.role for each in rpc.workers()])
+""",
+        tmp_path,
+    )
+    assert ran.stdout == "['-h'] ['', '']\n['--role', '--'] ['', '', '']\n['--0'] ['', '--']\n", ran.stderr
+
+
 @pytest.mark.parametrize("names", [0, [], ["a", "a"], ["driver"], ["a b"], "ab", 2.5])
 def test_groups_that_cannot_be_started(names: Any) -> None:
     with pytest.raises(errors.UsageError):

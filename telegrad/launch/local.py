@@ -113,14 +113,15 @@ class LocalGroup:
             # With too few descriptors left torch's store would hang or end the process.
             check_open_files(FILES * len(roles))
             host, port = listener.getsockname()[:2]
-            options = ["--world-size", str(1 + len(roles)), "--master", f"{bracketed(host)}:{port}"]
-            options += ["--timeout", str(rpc_timeout), "--with-parent", "--key-from-parent"]
-            options += ["--main", programs.to_text(main)] if main.guarded else []
+            # No value is an argument of its own, and the name follows `--`: names may begin with "-", as options do.
+            options = [f"--world-size={1 + len(roles)}", f"--master={bracketed(host)}:{port}"]
+            options += [f"--timeout={rpc_timeout}", "--with-parent", "--key-from-parent"]
+            options += [f"--main={programs.to_text(main)}"] if main.guarded else []
             # Before the first worker is started: any thread may fork a child while this one imports torch.
             _groups.add(self)
             try:
                 for rank, (name, role) in enumerate(roles.items(), 1):
-                    self._workers.append(_Worker(name, ["--role", role, "--rank", str(rank), *options], self))
+                    self._workers.append(_Worker(name, [f"--role={role}", f"--rank={rank}", *options], self))
                 self._join(listener, rpc_timeout)
             except BaseException:
                 self._end_workers()
@@ -346,7 +347,7 @@ class _Worker:
         try:
             pipes += os.pipe()
             pipes += os.pipe()
-            self.process = group._start([name, *options], pipes[1], pipes[3])
+            self.process = group._start([*options, "--", name], pipes[1], pipes[3])
         except BaseException:
             for end in pipes:
                 os.close(end)

@@ -165,7 +165,8 @@ def _command(given: Any, of: str) -> tuple[str, ...]:
         raise UsageError(f"{of}: command {checks.short_repr(given)} cannot be split into words: {error}") from None
     is_valid = isinstance(words, list) and words and all(isinstance(word, str) for word in words)
     _check(bool(is_valid), f"{of}: command must be a string or a list of strings, and not empty", given)
-    return (*(["python"] if words[0].endswith(".py") else []), *words)
+    # After `--`, Python does not read the name of the file as an option.
+    return (*(["python", "--"] if words[0].endswith(".py") else []), *words)
 
 
 def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], of: str) -> None:

@@ -57,6 +57,7 @@ from telegrad.launch.policy import (
     WorkerSlot,
     read,
 )
+from telegrad.launch.worker_command import Parser
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2  # makes a worker write its state to a file
@@ -432,7 +433,7 @@ class _OfRole(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m telegrad run",
         usage=USAGE,
         description="Run workers on this host, and restart them when they fail. See docs/supervision.md.",

@@ -25,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from telegrad.ext.feedback import checks
 from telegrad.ext.host import (
@@ -65,6 +65,13 @@ The key of the group is read from TELEGRAD_KEY, from the file that TELEGRAD_KEY_
 file. Functions that are called by name are imported from the current folder,
 among others.
 """
+
+
+class Parser(argparse.ArgumentParser):
+    def _get_values(self, action: argparse.Action, words: list[str]) -> Any:
+        # argparse of Python before 3.12.5 removes `--` also where it is the value of an option, as in `--role=--`.
+        is_value = words == ["--"] and bool(action.option_strings)
+        return self._get_value(action, "--") if is_value else super()._get_values(action, words)
 
 
 def main(arguments: list[str]) -> int:
@@ -151,7 +158,7 @@ def _serve(given: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m telegrad worker",
         description="Start one worker of a group. It serves the calls of the others until the group ends.",
         epilog=EPILOG,
@@ -159,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("name", nargs="?", help="the worker's name in its group (default: its role and a number)")
+    add("name", nargs="?", help="the worker's name (default: its role and a number); after `--` if it begins with -")
     add("--role", default="", help="its role: workers of one role are a group of their own")
     add("--rank", type=int, default=-1, help="its rank (default: from the launcher, or a free one)")
     add("--world-size", type=int, help="the group's size (default: from the launcher, or a dynamic group)")
@@ -299,7 +306,7 @@ def _become_worker(arguments: bytes, given: list[int]) -> list[str]:
     if generator := sys.modules.get("numpy.random"):
         generator.seed()
     own: list[str] = json.loads(arguments)
-    name_process(own[0])
+    name_process(own[-1])
     return own
 
 

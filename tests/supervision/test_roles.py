@@ -37,7 +37,7 @@ def test_options_change_and_complete_the_file() -> None:
     assert (plan.logs, plan.grace) == ("there", 1)
     assert (actor.command, actor.count, actor.env) == (("x",), 2, {"A": "1", "B": "3"})
     assert (critic.command, critic.on_failure) == (SERVE, RESTART_ROLE)
-    assert read("", {"a": {"command": "train.py -n 1"}}).roles[0].command == ("python", "train.py", "-n", "1")
+    assert read("", {"a": {"command": "train.py -n 1"}}).roles[0].command == ("python", "--", "train.py", "-n", "1")
 
 
 def test_names_are_numbered_from_host_to_host() -> None:

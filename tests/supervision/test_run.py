@@ -232,6 +232,13 @@ def test_a_missing_command_ends_the_run(launch: Launch, command: str) -> None:
     assert "bad0 could not be started: no program" in said
 
 
+def test_roles_and_files_may_begin_as_options_do(launch: Launch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "-h.py").write_text("import os, sys\nprint(os.environ['TELEGRAD_NAME'], sys.argv)")
+    code, said = launch("--role=--", "--command=-h.py -c", "--role=-h", "--", "-h.py").end()
+    assert code == 0, said
+    assert all(line in said for line in ("[--0] --0 ['-h.py', '-c']\n", "[-h0] -h0 ['-h.py']\n"))
+
+
 def test_a_signal_shows_the_state_of_each_worker(launch: Launch) -> None:
     run = launch("--", *SLEEPS)
     run.wait_for("] sleeps")
