@@ -260,7 +260,8 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         self.over = False  # the publisher was closed
         self._trouble = ""  # why the publisher cannot be reached, or that it was closed
         self._replaced = False  # another publisher has its name, and numbers its versions anew
-        self._joining = False
+        self._joining = True  # a call to `publisher.join` is in flight
+        self._joins_again = False  # once that call has been answered
         self._layout: Layout | None = None
         self._common: set[int] = set()  # versions whose memory is shared with others on the host
         self._storing: set[tuple[int, int]] = set()  # pieces that threads write now, by the memory of their version
@@ -277,6 +278,7 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         except BaseException:
             service.remove(self)
             raise
+        self._end_join("")
 
     # Joining
 
@@ -287,7 +289,9 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def join(self) -> None:
         """Join again, without waiting."""
         with self.changed:
-            if self._joining or self._replaced or self.machine.publisher is None:
+            # The publisher may have answered the call in flight before it was lost, or before it forgot this endpoint.
+            self._joins_again = self._joining
+            if self._joining or self._replaced:
                 return
             self._joining = True
             args = self._joining_args()
@@ -304,10 +308,17 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
             self._replaced |= EndpointAddress(*done.wait()) != self.machine.publisher
         except Exception as error:
             trouble = str(error).partition("\n")[0]
+        self._end_join(trouble)
+
+    def _end_join(self, trouble: str) -> None:
         with self.changed:
             # Closed may have been handled while the answer of a successful join was under way, which must not hide it.
             self._joining, self._trouble = False, "it was closed" if self.over else trouble
+            # Not after a failure: its connection attempt is reported as a loss, and joining again would never end.
+            again = self._joins_again and not self._trouble
         self.wake_waiters()
+        if again:
+            self.join()
 
     def _ask(self) -> None:
         """Join again, and wait for the answer."""

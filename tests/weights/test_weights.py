@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -502,6 +503,26 @@ def test_a_reader_ends_once_the_worker_of_its_publisher_was_started_again(crowd:
     crowd.add("w1", 1)
     crowd.on("w0", rpc.wait_for_workers, ["w1"], PATIENCE)
     assert_ended(reader, partial(crowd.on, "w0"))
+
+
+@pytest.mark.parametrize("name", ["call", "call_async"])  # to join first, and again
+def test_a_loss_is_noticed_before_the_answer_to_a_join(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents(2) as (learner, actor):
+        publisher = on(learner, Publisher, "p", state(1))
+        readers = [on(actor, Subscriber, "w0", "p")]
+        ask = getattr(actor.agent, name)
+
+        def lose_after(*args: Any) -> Any:
+            answer, lost = ask(*args), PublisherLost("it ended")
+            monkeypatch.setattr(actor.agent, "call_async", Mock(side_effect=lost))
+            actor.attached(WeightsService)._lost(learner.me.identity, lost)
+            return answer
+
+        monkeypatch.setattr(actor.agent, name, lose_after)
+        readers[0]._endpoint.join() if name == "call_async" else readers.append(on(actor, Subscriber, "w0", "p"))
+        with pytest.raises(PublisherLost, match="it ended"):
+            readers[-1].at_least(1, timeout=5)
+        publisher.close()
 
 
 def test_a_reader_waits_for_the_worker_of_its_publisher(crowd: Crowd) -> None:
