@@ -54,6 +54,13 @@ def test_a_closed_stream_answers_pulls_without_the_earlier_ones() -> None:
     assert supply.pull(5, 0, "f") == [Answer("f", [], True)]
 
 
+def test_a_worker_that_leaves_does_not_tell_the_reader_that_the_stream_is_over() -> None:
+    supply = fed()
+    supply.pull(0, 0, "a")
+    assert supply.leave() == supply.pull(1, 0, "b") == supply.put(1, 10) == []
+    assert not supply.is_drained
+
+
 # The reader's side
 
 

@@ -313,5 +313,16 @@ def test_readers_get_whole_versions(seeds: range) -> None:
     run_each(seeds, partial(run, faults=True))
 
 
+def test_a_closed_publisher_tells_subscribers_that_join_again() -> None:
+    feed, (near, far) = PublisherProtocol(PUBLISHER, "host0", KEEP), [EndpointAddress(n, n, 1) for n in ("a", "b")]
+    feed.join(near, "host0", 2, False)
+    assert not feed.chain.leaves_the_host
+    feed.join(far, "host1", 1, False)
+    assert feed.chain.leaves_the_host
+    assert feed.behind(2) == [far]
+    assert feed.close() == [(near, Closed()), (far, Closed())]
+    assert feed.join(far, "host1", 1, False) == [(far, Closed())]
+
+
 def test_readers_get_whole_versions_if_all_is_well() -> None:
     run_each(range(200), partial(run, faults=False))

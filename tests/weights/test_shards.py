@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_wrt_saved_tensor
 
 from telegrad.errors import UsageError
-from telegrad.weights.shards import Box, Part, overlap, plan, slices, within, without
+from telegrad.weights.shards import Box, Part, is_within, overlap, plan, slices, within, without
 from tests.seeds import run_each
 
 
@@ -25,6 +25,12 @@ def test_a_part_with_several_owners_comes_from_the_first() -> None:
         ("far", box((0, 3))),
         ("far", box((5, 9))),
     ]
+
+
+def test_only_boxes_inside_of_the_tensor_are_accepted() -> None:
+    assert is_within(Box((1,), (2,)), (3,))
+    for wrong in (Box((0.5,), (1,)), Box((0, 0), (1,)), Box((-1,), (2,)), Box((2,), (2,))):  # type: ignore[arg-type]
+        assert not is_within(wrong, (3,))
 
 
 def test_missing_parts_are_an_error() -> None:
