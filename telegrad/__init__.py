@@ -112,7 +112,7 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) ->
     Raises:
         UsageError: this worker is not in the group.
         CallTimeout: some workers did not call this in time; the message names them.
-        PeerLost: one of the workers died or left before it called this.
+        PeerLost: one of the workers was lost or left before it called this.
 
     Example:
         >>> def total(number):

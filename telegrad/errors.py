@@ -188,7 +188,7 @@ class RRefError(TelegradError):
 
 
 class OwnerLost(RRefError, PeerLost):
-    """The worker that owned the value has died or left."""
+    """The worker that owned the value died, left, or was lost for a time, which ends references to its values."""
 
 
 class CannotRestore(OwnerLost):

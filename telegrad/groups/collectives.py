@@ -82,7 +82,7 @@ def meet(kind: str, group: Participants, name: str, value: Any, timeout: float, 
     Raises:
         UsageError: this worker is not in the group.
         CallTimeout: some workers did not arrive in time.
-        PeerLost: a worker died, or left, before it arrived; or, in an elastic group, has called shutdown.
+        PeerLost: a worker was lost, or left, before it arrived; or, in an elastic group, has called shutdown.
     """
     agent, turning = current.agent(), current.here().turning
     limit = limit_of(timeout, agent.timeout)

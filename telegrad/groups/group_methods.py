@@ -297,7 +297,7 @@ class GroupCalls(Participants):
         Raises:
             UsageError: this worker is not in the group.
             CallTimeout: some workers did not arrive in time; the message names them.
-            PeerLost: a worker died, or left, before it arrived; or, in an elastic group, has called shutdown.
+            PeerLost: a worker was lost, or left, before it arrived; or, in an elastic group, has called shutdown.
         """
         collectives.meet("barrier", self, name, None, timeout)
 

@@ -207,7 +207,7 @@ class GroupHistory:
         return {name: _rounded(own) for name, own in new if own}
 
     def lost(self) -> dict[str, str]:
-        """Return the workers that died or left early, and why, except names that are in use again."""
+        """Return the workers that were lost or left early, and why, except names that are in use again."""
         known = {account["worker"] for account in self.sight.accounts} | self.sight.silent.keys()
         gone = {name: why for account in self.sight.accounts for name, why in account["gone"].items()}
         return {name: why for name, why in gone.items() if name not in known}

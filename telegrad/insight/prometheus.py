@@ -237,7 +237,7 @@ def _of_account(account: WorkerState) -> Iterator[Metric]:
     yield _gauge("members", "Members of the group that this worker knows", len(account["members"]))
     if account["size"] is not None:
         yield _gauge("size", "Members that the group is to have", account["size"])
-    yield _gauge("members_gone", "Members that died or left early", len(account["gone"]))
+    yield _gauge("members_gone", "Members that were lost or left early", len(account["gone"]))
     yield _gauge("slots", "Calls that may run at once", account["slots"])
     yield _gauge("slots_busy", "Calls that run and do not wait", account["busy"])
     yield _gauge("references", "References, by kind", account["references"], "kind")

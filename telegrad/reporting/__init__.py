@@ -154,7 +154,7 @@ class WorkerState(TypedDict):
     size: int | None  # of the group; None: membership is dynamic
     generation: int
     members: dict[str, str]  # hosts of the known members, by name
-    gone: dict[str, str]  # members that died or left early, and why
+    gone: dict[str, str]  # members that were lost or left early, and why
     threads: list[ThreadState]
     calls_out: list[CallOut]
     calls_in: list[CallIn]

@@ -122,7 +122,7 @@ class StateQueries:
                     silent[name] = f"it did not answer within {patience:g} s, although its connection is open"
                     waited.add(name)
                 except UnknownWorker:
-                    silent[name] = "it left the group, or died"
+                    silent[name] = "it left the group, or was lost"
                 except TelegradError as error:
                     silent[name] = str(error)
             # The thread that receives an answer stores it before it sets the event. This thread clears the event before

@@ -38,7 +38,7 @@ def test_objects_that_arrive_after_a_failed_gathering_are_dropped() -> None:
 def test_a_gathering_names_the_worker_that_has_ended(ended: int) -> None:
     with agents(2) as workers:
         workers[ended].end("")
-        with pytest.raises(PeerLost, match=f"^worker 'w{ended}' died, or its program ended without calling shutdown"):
+        with pytest.raises(PeerLost, match=f"^worker 'w{ended}' was lost before it called shutdown"):
             on(workers[1 - ended], api._all_gather, None, {"w0", "w1"})
 
 

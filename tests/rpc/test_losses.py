@@ -21,6 +21,7 @@ from telegrad._core.worker import current
 from tests.cluster import PATIENCE, Process, agents, group, in_threads, processes, run_all, takes_less_than, wait_until
 from tests.rpc import members
 from tests.rpc.members import call, error_of, is_quiet, line_with, names, next_event, wait_for_lines
+from tests.rpc.test_reference_faults import hold_remote, use_held
 
 SILENCE = 3.0
 SHORT = 0.5
@@ -230,6 +231,7 @@ def test_a_stopped_process_is_lost_and_can_be_called_once_it_resumes() -> None:
     with group(3, silence=SHORT) as workers:
         workers[0].run(account)
         workers[1].run(account)
+        workers[0].run(hold_remote, "worker1")
         assert workers[0].run(call, "worker1") == workers[1].run(call, "worker0") == 3
         workers[0].begin(failure_of, "worker1", stand, ())
         assert workers[1].run(has_begun)
@@ -254,6 +256,8 @@ def test_a_stopped_process_is_lost_and_can_be_called_once_it_resumes() -> None:
         workers[1].run(wait_for_lines, "this process did not run", "because this worker gave no sign of life")
         assert workers[0].run(call, "worker1") == workers[1].run(call, "worker0") == 3
         assert workers[1].run(is_quiet)
+        why = "could not be reached for a time, which ended the reference, and is back. Create the value again"
+        wait_until(lambda: all(why in text for _, text in workers[0].run(use_held)))
 
 
 def test_shutdown_does_not_wait_for_a_stopped_process() -> None:

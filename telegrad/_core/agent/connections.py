@@ -59,7 +59,7 @@ class _Joined(NamedTuple):
 
 
 def _absent(name: str) -> str:
-    return f"worker {name!r} is no longer in the group: it left or died"
+    return f"worker {name!r} is no longer in the group: it left or was lost"
 
 
 class Connections:

@@ -128,12 +128,15 @@ def check_generation(handle: Handle) -> None:
         raise fresh(over)
 
 
-def error_for(fault: str, handle: Handle, made: str) -> RRefError:
-    """Return the error for a fault; `made` is the place where the reference was created, or empty."""
+def error_for(fault: str, handle: Handle, made: str, is_back: bool) -> RRefError:
+    """Return the error for a fault. `made`: the place where the reference was created, or empty; `is_back`: this worker
+    has heard from the owner since it counted the owner as dead."""
     about = f"the reference {number(handle.id)} to a value of worker {handle.owner.name!r}"
     about += f", created at {made}," if made else ""
     if fault == OWNER_DIED:
-        return OwnerLost(f"{about} is lost: that worker died or left. Create the value again on another worker")
+        ended = "could not be reached for a time, which ended the reference, and is back"
+        how = ended if is_back else "died, left or could not be reached"
+        return OwnerLost(f"{about} is lost: that worker {how}. Create the value again")
     if fault == DELETED:
         return RRefError(f"{about} was deleted before this worker left its group")
     return RRefLost(

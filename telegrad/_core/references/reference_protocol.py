@@ -449,6 +449,9 @@ class References:
             elif released:
                 self._free_if_unused(ref, owned)
 
+    def is_dead(self, worker: str) -> bool:
+        return worker in self._dead
+
     def alive(self, worker: str) -> bool:
         """Handle a sign of life. If the worker was declared dead, notify it and return True."""
         if worker not in self._dead:

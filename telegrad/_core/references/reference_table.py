@@ -136,7 +136,8 @@ class ReferenceTable(Maker):
         if error is not None and not says_more:
             raise failed(error)
         if fault:
-            raise error_for(fault, handle, (self._sites or {}).get(handle.id, ""))
+            is_back = not self._machine.is_dead(key_of(handle.owner))
+            raise error_for(fault, handle, (self._sites or {}).get(handle.id, ""), is_back)
 
     def creation(self, handle: Handle) -> Future[None] | None:
         """Return a future of the creating call, if this worker made it and it has not succeeded yet."""

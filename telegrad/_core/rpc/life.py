@@ -125,7 +125,7 @@ def shutdown(
         UsageError: a remote call, or a callback of one, calls it: it would wait for itself.
         UnknownWorker: a worker in `require` was never in this group of fixed size; this worker stays in it.
         CallTimeout: the others did not call this in time; this worker has left all the same.
-        PeerLost: a required worker died, or left without the others; this worker has left all the same. Or the
+        PeerLost: a required worker was lost, or left without the others; this worker has left all the same. Or the
             directory of the dynamic group has declared this worker lost.
         StoreUntrusted: the process left its elastic group before, because the group's store was tampered with.
 
@@ -178,7 +178,7 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it.
         UnknownWorker: a worker in `require` is not in the group; this worker stays in it, and does not serve.
-        PeerLost: a worker that is in `require` died, or left a group of fixed size early; or the directory of the
+        PeerLost: a worker that is in `require` was lost, or left a group of fixed size early; or the directory of the
             dynamic group has declared this worker lost.
 
     Example:
@@ -412,7 +412,7 @@ def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
 
 @folded
 def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
-    """Register `callback(worker, how)` for each worker that leaves: `how` is "left", or "lost" if it died.
+    """Register `callback(worker, how)` for each worker that leaves: `how` is "left", or "lost", as for `on_lost`.
 
     The thread and the end of callbacks are as for `on_join`.
 

@@ -124,7 +124,7 @@ class Worker:
 
         Raises:
             CallTimeout: the others did not want to shut down in time; this worker has left all the same.
-            PeerLost: a required worker died or left early; this worker has left all the same. Or it was declared lost.
+            PeerLost: a required worker was lost or left early, or this one was; this worker has left all the same.
         """
         # Told to the others, unless the wait ends in order. An exception leaves it as it is.
         how = "it did not wait for them (graceful=False, a timeout, or an error)"
@@ -147,7 +147,7 @@ class Worker:
         """Serve until the group ends or `stop_serving` is called; then leave.
 
         Raises:
-            PeerLost: a required worker died, or left a group of fixed size early; this one was declared lost; the
+            PeerLost: a required worker was lost, or left a group of fixed size early; this one was declared lost; the
                 program of the worker that a dynamic group ends with has ended without shutdown.
         """
         if self.parting.together:

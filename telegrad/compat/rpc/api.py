@@ -289,7 +289,7 @@ def _ask(
         # With this cause, the worker was too busy to accept the connection in time.
         if isinstance(error.__cause__, TimeoutError):
             raise CallTimeout(str(error)) from error
-        raise PeerLost(f"worker {name!r} died, or its program ended without calling shutdown()") from error
+        raise PeerLost(f"worker {name!r} was lost before it called shutdown(): {error}") from error
 
 
 def _tell_followers(
