@@ -325,8 +325,8 @@ def load():
     return [float(batch.sum()) for batch in DataLoader(torch.arange(4.0), 2, num_workers=1)]
 
 if __name__ == "__main__":
-    with telegrad.local(1):
-        print(rpc.rpc_sync("worker0", load))
+    with telegrad.local(["-h"]):  # which is no option of the process
+        print(rpc.rpc_sync("-h", load))
 """
 
 
@@ -364,9 +364,9 @@ def describe():
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    group = telegrad.local(3)
+    group = telegrad.local({"--": 3})
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    told = [rpc.rpc_sync(name, describe) for name in group]
+    told = [rpc.rpc_sync(name, describe) for name in rpc.group("--")]
     assert told[0] == told[1] == told[2], told
     assert len({number for name in group for number in rpc.rpc_sync(name, draw)}) == 9
     assert os.fork() or os._exit(group._starter.socket.fileno() + 1) is None
@@ -384,7 +384,7 @@ def test_forked_workers_are_as_those_with_a_start_of_their_own(tmp_path: pathlib
     ran = run(FORKED, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "[-9, -9, -9]" in ran.stdout
-    assert "'worker2' was lost: its process ended with signal SIGKILL, as the process that had started" in ran.stderr
+    assert "'--2' was lost: its process ended with signal SIGKILL, as the process that had started" in ran.stderr
 
 
 FAILS_AND_IS_INTERRUPTED = """
@@ -525,22 +525,6 @@ def test_rounds_leave_nothing_open_and_wait_for_no_child_of_a_worker(workers: in
     assert (len(opened), len(set(opened))) == (4, 1), ran.stdout
     assert "[worker0] the last\n" in ran.stdout
     assert float(re.findall(r"took (.*)", ran.stdout)[0]) < 2 * local.GRACE
-
-
-@pytest.mark.timeout(2 * PATIENT)
-def test_names_and_roles_may_begin_as_options_do(tmp_path: pathlib.Path) -> None:
-    ran = run(
-        """
-import telegrad
-from telegrad import rpc
-
-for names in (["-h"], ["--role", "--"], {"--": 1}):
-    with telegrad.local(names) as group:
-        print([rpc.rpc_sync(name, rpc.get_worker_info).name for name in group], [each.role for each in rpc.workers()])
-""",
-        tmp_path,
-    )
-    assert ran.stdout == "['-h'] ['', '']\n['--role', '--'] ['', '', '']\n['--0'] ['', '--']\n", ran.stderr
 
 
 @pytest.mark.parametrize("names", [0, [], ["a", "a"], ["driver"], ["a b"], "ab", 2.5])
