@@ -325,8 +325,8 @@ def load():
     return [float(batch.sum()) for batch in DataLoader(torch.arange(4.0), 2, num_workers=1)]
 
 if __name__ == "__main__":
-    with telegrad.local(1):
-        print(rpc.rpc_sync("worker0", load))
+    with telegrad.local(["-h"]):  # which is no option of the process
+        print(rpc.rpc_sync("-h", load))
 """
 
 
@@ -364,9 +364,9 @@ def describe():
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    group = telegrad.local(3)
+    group = telegrad.local({"--": 3})
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    told = [rpc.rpc_sync(name, describe) for name in group]
+    told = [rpc.rpc_sync(name, describe) for name in rpc.group("--")]
     assert told[0] == told[1] == told[2], told
     assert len({number for name in group for number in rpc.rpc_sync(name, draw)}) == 9
     assert os.fork() or os._exit(group._starter.socket.fileno() + 1) is None
@@ -384,7 +384,7 @@ def test_forked_workers_are_as_those_with_a_start_of_their_own(tmp_path: pathlib
     ran = run(FORKED, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "[-9, -9, -9]" in ran.stdout
-    assert "'worker2' was lost: its process ended with signal SIGKILL, as the process that had started" in ran.stderr
+    assert "'--2' was lost: its process ended with signal SIGKILL, as the process that had started" in ran.stderr
 
 
 FAILS_AND_IS_INTERRUPTED = """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from telegrad.errors import CallTimeout, DeltaRefused, PublisherLost, TelegradError, UsageError
 from telegrad.ext import calls
-from telegrad.ext.calls import DEFAULT, Future, check_timeout, folded, limit_of, not_compiled, retry, target
+from telegrad.ext.calls import DEFAULT, check_timeout, folded, limit_of, not_compiled, retry, target
 from telegrad.ext.feedback import Wait, checks, report_in_background
 from telegrad.ext.host import forks
 from telegrad.ext.workers import Identity, WorkerInfo, current
@@ -173,8 +173,7 @@ class Subscriber(Closable):
         """Return the version after that one, or the oldest later one that is kept."""
         # From now on, all new versions are kept for this reader.
         self._endpoint.every = True
-        store = self._endpoint.machine.store
-        return self._obtain("iteration", lambda: max(number + 1, store.oldest), True, timeout)
+        return self._obtain("iteration", lambda: max(number + 1, self._endpoint.machine.store.oldest), True, timeout)
 
     @property
     def version(self) -> int:
@@ -255,13 +254,12 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
     def __init__(self, service: WeightsService, name: str, publisher: Identity, kind: str, limit: float) -> None:
         """Join. Wait for a publisher of that name, `limit` seconds at most, 0 for no limit."""
         super().__init__(service, service.party(publishes=False), SubscriberProtocol())
-        self._name = name
-        self._publisher = publisher
+        self._name, self._publisher = name, publisher
         self.over = False  # the publisher was closed
         self._trouble = ""  # why the publisher cannot be reached, or that it was closed
         self._replaced = False  # another publisher has its name, and numbers its versions anew
-        self._joining = True  # a call to `publisher.join` is in flight
-        self._joins_again = False  # once that call has been answered
+        # A call to `publisher.join` is in flight; this endpoint joins again once it was answered.
+        self._joining, self._joins_again = True, False
         self._layout: Layout | None = None
         self._common: set[int] = set()  # versions whose memory is shared with others on the host
         self._storing: set[tuple[int, int]] = set()  # pieces that threads write now, by the memory of their version
@@ -272,9 +270,8 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
         # threads may handle them before this thread has that answer.
         service.add(self)
         try:
-            self.machine.publisher = EndpointAddress(
-                *service.agent.call(publisher, join, self._joining_args(kind, limit), None, limit and limit + MARGIN)
-            )
+            found = service.agent.call(publisher, join, self._joining_args(kind, limit), None, limit and limit + MARGIN)
+            self.machine.publisher = EndpointAddress(*found)
         except BaseException:
             service.remove(self)
             raise
@@ -296,28 +293,24 @@ class SubscriberEndpoint(Endpoint[SubscriberProtocol]):
             self._joining = True
             args = self._joining_args()
         try:
-            future = self._service.agent.call_async(self._publisher, join, args, None)
+            self._service.agent.call_async(self._publisher, join, args, None).add_done_callback(self._joined)
         except TelegradError as error:
-            future = Future()
-            future.set_exception(error)
-        future.add_done_callback(self._joined)
+            self._end_join(str(error))
 
     def _joined(self, done: Any) -> None:
-        trouble = ""
         try:
             self._replaced |= EndpointAddress(*done.wait()) != self.machine.publisher
+            self._end_join("")
         except Exception as error:
-            trouble = str(error).partition("\n")[0]
-        self._end_join(trouble)
+            self._end_join(str(error))
 
     def _end_join(self, trouble: str) -> None:
         with self.changed:
             # Closed may have been handled while the answer of a successful join was under way, which must not hide it.
-            self._joining, self._trouble = False, "it was closed" if self.over else trouble
-            # Not after a failure: its connection attempt is reported as a loss, and joining again would never end.
-            again = self._joins_again and not self._trouble
+            self._joining, self._trouble = False, "it was closed" if self.over else trouble.partition("\n")[0]
         self.wake_waiters()
-        if again:
+        # Not after a failure: its connection attempt is reported as a loss, and joining again would never end.
+        if self._joins_again and not self._trouble:
             self.join()
 
     def _ask(self) -> None:
