@@ -6,8 +6,6 @@ parts that its contents name, so parts of two versions never mix. Owners keep so
 readers of older contents. A reader that still comes too late continues with newer contents.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
