@@ -1,7 +1,5 @@
 """Findings from made-up states of waiting groups."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

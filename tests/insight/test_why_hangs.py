@@ -1,7 +1,5 @@
 """Groups of processes that hang are explained within two seconds."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import select
