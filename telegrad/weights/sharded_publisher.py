@@ -144,8 +144,7 @@ class ShardedPublisher(Closable):
 
     def _ask_all(self, method: str, args: Callable[[str], tuple[Any, ...]]) -> dict[str, Any]:
         return call_all(
-            self._owners,
-            lambda at, owner: owner._call_async(method, DEFAULT, args(at), {}, "ShardedPublisher.publish"),
+            self._owners, lambda at, owner: owner._call_async(method, DEFAULT, args(at), {}, "ShardedPublisher.publish")
         )
 
     @property
