@@ -32,6 +32,8 @@ PATIENCE = 30.0  # seconds after which a test counts as hanging
 KILL = 9  # SIGKILL, which has no name on Windows
 GRACE = 1.0  # seconds for a process to write its coverage, if that is measured
 
+Three = tuple[Worker, Worker, Worker]
+
 
 def free_port() -> int:
     """Return a port outside of the ephemeral range, which another connection cannot get by chance."""

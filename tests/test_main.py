@@ -1,7 +1,5 @@
 """A program does the same with each way to start its workers: with globals, classes, singletons, and functions."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

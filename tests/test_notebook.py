@@ -1,7 +1,5 @@
 """Workers of a notebook in a real kernel: the page, changed cells, interrupts, and the end of the kernel."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

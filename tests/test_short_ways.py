@@ -3,8 +3,6 @@
 They are counted on two warm workers, one operation at a time; the shortest of many counts.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import operator
@@ -58,7 +56,7 @@ class Node(NamedTuple):
 
     file: str
     name: str
-    made: dict[Node, None]
+    made: "dict[Node, None]"
 
     def __hash__(self) -> int:
         return hash((self.file, self.name, tuple(self.made)))

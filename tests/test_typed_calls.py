@@ -1,7 +1,5 @@
 """Type checkers know the results of calls and find wrong arguments: mypy and pyright read right and wrong lines."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import subprocess

@@ -14,8 +14,6 @@ as the copy, because the kernel clears each of its pages first. A device copies 
 memory.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

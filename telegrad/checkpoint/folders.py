@@ -10,8 +10,6 @@ regular files are read. Only files whose names have this module's format are rem
 folder of another program may have a table of contents, too, such as a checkpoint of torch: it is not removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

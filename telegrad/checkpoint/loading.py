@@ -1,7 +1,5 @@
 """Load a checkpoint: each worker reads the values that it owns. `telegrad.recover` does so after losses."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import time

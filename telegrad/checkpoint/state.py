@@ -1,7 +1,5 @@
 """The content of a checkpoint, and its distribution over workers."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Edges point forward, in the direction of the values; gradients go backward.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -7,8 +7,6 @@ A text says "it seems" if the cause was inferred from a line of the program, not
 # from which nothing leads on, leaves the claimed ones out. So threads at a barrier are reported once, with the worker
 # that is missing there, and not again as threads that sleep.
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

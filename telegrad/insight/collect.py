@@ -1,7 +1,5 @@
 """Collect the trace of a group: the recorded events of all workers, their clock offsets and optional torch profiles."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

@@ -9,8 +9,6 @@ python -m telegrad trace FILE         the latest events of all workers, for ui.p
 python -m telegrad dump               have each worker write its state and latest events to a file
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

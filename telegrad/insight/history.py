@@ -4,8 +4,6 @@ minutes of figures; and the data that the dashboard draws.
 No I/O: a `Source` queries the group, and times are part of its results.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque

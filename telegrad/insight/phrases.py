@@ -1,7 +1,5 @@
 """Findings, each one cause of waits in a group; phrases for times, names, lines, and waits. No I/O."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable

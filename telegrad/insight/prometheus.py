@@ -3,8 +3,6 @@
 Events are counted as they happen, by `EventCounters`; everything else is read at a scrape.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
@@ -111,7 +109,7 @@ class Histogram:
         self.sum += seconds
         self.size += size
 
-    def join(self, other: Histogram) -> None:
+    def join(self, other: "Histogram") -> None:
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
         self.size += other.size

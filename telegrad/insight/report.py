@@ -3,8 +3,6 @@
 Ages are those that the workers report; no clock is read here, so saved states can be explained, too.
 """
 
-from __future__ import annotations
-
 import os.path
 import re
 import textwrap

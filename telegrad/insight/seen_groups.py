@@ -1,7 +1,5 @@
 """Groups to inspect: that of this process, those of this user on this host, and those in dump files."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

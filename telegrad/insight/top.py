@@ -1,7 +1,5 @@
 """`telegrad top`: the current state of a group's workers in a terminal; and the tables of the dashboard."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

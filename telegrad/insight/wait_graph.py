@@ -10,8 +10,6 @@ node without edges is the cause of all waits that lead to it, and a cycle is a d
 # a wrong holder of a lock misleads more than an unknown one. The reports are not of the same moment: a node may be
 # missing in one of them.
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -4,8 +4,6 @@ their data.
 Each request needs the token, first in the address, and then in a cookie of the browser. No request changes anything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import ipaddress

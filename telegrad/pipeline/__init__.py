@@ -1,7 +1,5 @@
 """Pipelines: a model divided into stages on several workers, which process micro-batches. An extension."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter

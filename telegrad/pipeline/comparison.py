@@ -9,8 +9,6 @@ copies: the model does not change. Between stages, tensors are copied as between
 A model that mixes samples gives other outputs if a batch is cut into micro-batches, so the model runs with both, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dis

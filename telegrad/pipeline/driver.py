@@ -7,8 +7,6 @@ the batch, and values of the next batch may reach it before the driver's call. B
 for that, and each call names the oldest one that is under way, so that runners can drop what belongs to earlier ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import threading

@@ -1,7 +1,5 @@
 """A stage of a model whose forward pass was recorded, and the inputs of the first stage."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,6 @@ memory, according to the schema of its operator, no stage after a cut may read t
 comparison in `comparison` detects these.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import threading

@@ -1,7 +1,5 @@
 """Split a batch into micro-batches, join their outputs, and scale their losses to sum up to the loss of the batch."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -5,8 +5,6 @@ fixed order that does not depend on their durations. A weight that several stage
 one stage owns the weight. The others get its value before they begin, and return its gradient when they have finished.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Sequence
 from functools import lru_cache

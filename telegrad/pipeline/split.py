@@ -6,8 +6,6 @@ needs pass through the stages between. With an example of the inputs, the stages
 (`comparison`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ nodes compute only results that are wanted: at a junction, those towards the inl
 the junction, computes the rest. So no work is done twice, except that tensor hooks at junctions are called in both.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import weakref
@@ -172,7 +170,7 @@ class _StageInput(torch.autograd.Function):
     """The inputs of a stage. Its only input is an empty leaf, which makes a `telegrad.autograd` pass run the node."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, inlet: StageInput, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, inlet: "StageInput", tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ctx.inlet = weakref.ref(inlet)  # else the two would keep each other and the received tensors alive
         ctx.set_materialize_grads(False)
         return tuple(tensors)

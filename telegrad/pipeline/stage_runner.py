@@ -15,8 +15,6 @@ as the running thread finds nothing to do is not overlooked. After the last acti
 then run an optimizer's step, and a late message must not start a second thread that would run it again.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial

@@ -13,8 +13,6 @@ A checksum of the new row detects a wrong base, a flipped bit and a damaged delt
 publishes, if a subscriber is on another host. Subscribers that have fetched a piece forward the same deltas.
 """
 
-from __future__ import annotations
-
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict

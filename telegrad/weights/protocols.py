@@ -21,8 +21,6 @@ pieces. A repeated request begins from the beginning, and only the missing piece
 any loss (a broken connection, a source that changes, an unknown layout, a wrong delta) is to send the request again.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import islice
 from typing import Any

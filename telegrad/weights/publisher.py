@@ -1,7 +1,5 @@
 """The learner's side: publish versions of weights."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ parts that its contents name, so parts of two versions never mix. Owners keep so
 readers of older contents. A reader that still comes too late continues with newer contents.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -146,8 +144,7 @@ class ShardedPublisher(Closable):
 
     def _ask_all(self, method: str, args: Callable[[str], tuple[Any, ...]]) -> dict[str, Any]:
         return call_all(
-            self._owners,
-            lambda at, owner: owner._call_async(method, DEFAULT, args(at), {}, "ShardedPublisher.publish"),
+            self._owners, lambda at, owner: owner._call_async(method, DEFAULT, args(at), {}, "ShardedPublisher.publish")
         )
 
     @property

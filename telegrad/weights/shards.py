@@ -4,8 +4,6 @@ A part is a box in a tensor, as in `torch.distributed.checkpoint`: its offset an
 need not match owned parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """An actor's side: read versions of weights."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress

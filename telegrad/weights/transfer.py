@@ -12,8 +12,6 @@ The user of this endpoint may write to the memory of a lent version (shared by t
 endpoint that becomes the source of others drops such versions, and fetches their pieces.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator, KeysView
 from typing import Any, NamedTuple

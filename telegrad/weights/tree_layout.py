@@ -8,8 +8,6 @@ A tensor keeps its strides, unless most of the memory between its elements does 
 are copied, in the order of its strides.
 """
 
-from __future__ import annotations
-
 import ctypes
 import pickle
 import sys

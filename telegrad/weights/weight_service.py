@@ -8,8 +8,6 @@ which waits until no call is in flight, is not delayed. Notices need no slot: a 
 still serves versions.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -66,7 +64,7 @@ class Envelope(NamedTuple):
 
 
 class Endpoint(Closable, Generic[M]):
-    def __init__(self, service: WeightsService, me: EndpointAddress, machine: M) -> None:
+    def __init__(self, service: "WeightsService", me: EndpointAddress, machine: M) -> None:
         self.me = me
         self.machine = machine
         self.changed = threading.Condition()  # guards the machine, and all fields below

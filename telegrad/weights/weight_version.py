@@ -7,8 +7,6 @@ a view of a weight. It is loaded if the published tensors agree on the content o
 be correct, and the target is refused.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

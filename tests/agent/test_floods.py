@@ -19,7 +19,7 @@ from telegrad._core.wire.messages import CALL, CANCEL, FAILURE, NOTICE, PULSE, M
 from telegrad._core.worker.current import Worker
 from telegrad.errors import LimitReached, PeerError
 from tests import links
-from tests.cluster import agents, in_background, takes_less_than, wait_until
+from tests.cluster import Three, agents, in_background, takes_less_than, wait_until
 from tests.strangers.test_floods import latency
 
 MOST = 800  # calls of one caller that may wait
@@ -40,7 +40,7 @@ def hold(number: int = 0) -> None:
 
 
 @pytest.fixture
-def three() -> Iterator[tuple[Worker, Worker, Worker]]:
+def three() -> Iterator[Three]:
     """Yield the callee, the worker that floods it, and another caller."""
     gate.clear()
     ran.clear()
@@ -66,7 +66,7 @@ def is_held(callee: Worker, name: str) -> bool:
     return any(caller.name == name for caller in callee.agent._server.intake.stopped)
 
 
-def test_calls_that_sleep_leave_a_slot_for_others(three: tuple[Worker, Worker, Worker]) -> None:
+def test_calls_that_sleep_leave_a_slot_for_others(three: Three) -> None:
     callee, flooder, other = three
     for number in range(MOST // 2):
         links.link_to(flooder, "w0").send(call(number, hold, number))
@@ -76,7 +76,7 @@ def test_calls_that_sleep_leave_a_slot_for_others(three: tuple[Worker, Worker, W
     wait_until(lambda: len(caller_of(callee, "w1").queue) > 100)  # the calls are read little by little
 
 
-def test_a_caller_with_too_many_calls_is_not_read_until_it_has_fewer(three: tuple[Worker, Worker, Worker]) -> None:
+def test_a_caller_with_too_many_calls_is_not_read_until_it_has_fewer(three: Three) -> None:
     callee, flooder, other = three
     count = 6 * MOST
     for number in range(count):
@@ -95,7 +95,7 @@ def test_a_caller_with_too_many_calls_is_not_read_until_it_has_fewer(three: tupl
     assert flooder.agent.call("w0", operator.add, (1, 2), None) == 3
 
 
-def test_cancellations_are_read_though_too_many_calls_wait(three: tuple[Worker, Worker, Worker]) -> None:
+def test_cancellations_are_read_though_too_many_calls_wait(three: Three) -> None:
     callee, flooder, _ = three
     for number in range(MOST + 100):
         links.link_to(flooder, "w0").send(call(number, hold, number))
@@ -106,7 +106,7 @@ def test_cancellations_are_read_though_too_many_calls_wait(three: tuple[Worker, 
     wait_until(lambda: not is_held(callee, "w1"))
 
 
-def test_far_too_many_calls_are_refused(three: tuple[Worker, Worker, Worker]) -> None:
+def test_far_too_many_calls_are_refused(three: Three) -> None:
     """Reading may go on for a while though no call ends."""
     callee = three[0]
     callee.agent._server.intake._most_calls = 20
@@ -128,9 +128,7 @@ def test_far_too_many_calls_are_refused(three: tuple[Worker, Worker, Worker]) ->
     assert len(caller.calls) == 40
 
 
-def test_no_calls_begin_while_their_results_are_not_read(
-    three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_calls_begin_while_their_results_are_not_read(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
     callee, flooder, other = three
     monkeypatch.setattr(writer, "MOST_BYTES", 1024 * KIB)
     link = links.link_to(flooder, "w0")
@@ -151,7 +149,7 @@ def test_no_calls_begin_while_their_results_are_not_read(
     wait_until(lambda: not (caller.calls or caller.queue.is_held_up))
 
 
-def test_a_number_that_is_used_twice_ends_the_connection(three: tuple[Worker, Worker, Worker]) -> None:
+def test_a_number_that_is_used_twice_ends_the_connection(three: Three) -> None:
     _, flooder, other = three
     link = links.link_to(flooder, "w0")
     for _ in range(2):
@@ -162,7 +160,7 @@ def test_a_number_that_is_used_twice_ends_the_connection(three: tuple[Worker, Wo
     assert latency(other, to="w0") < 1.0
 
 
-def test_control_messages_do_not_delay_calls_of_others(three: tuple[Worker, Worker, Worker]) -> None:
+def test_control_messages_do_not_delay_calls_of_others(three: Three) -> None:
     callee, flooder, other = three
     stop = threading.Event()
     callee.agent.on(Word, lambda *_: None)
@@ -184,7 +182,7 @@ def test_control_messages_do_not_delay_calls_of_others(three: tuple[Worker, Work
             stop.set()
 
 
-def test_the_calls_of_a_caller_that_has_gone_do_not_begin(three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_calls_of_a_caller_that_has_gone_do_not_begin(three: Three) -> None:
     callee, flooder, other = three
     for number in range(MOST // 2):
         links.link_to(flooder, "w0").send(call(number, hold, number))

@@ -1,7 +1,5 @@
 """Results of schedules: counted, added up, and shown as a table."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -26,7 +24,7 @@ class Report:
         self.errors += tally.errors
         self.longest = max(self.longest, tally.longest)
 
-    def add(self, other: Report) -> None:
+    def add(self, other: "Report") -> None:
         self.schedules += other.schedules
         self.faults += other.faults
         self.operations += other.operations

@@ -1,7 +1,5 @@
 """A directory in few lines, which are plainly right: the model that engines are compared with."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import NamedTuple
@@ -109,7 +107,7 @@ class NaiveEngine:
         self.changed = threading.Condition()
         self.is_up = True
 
-    def client(self, patience: float = 10.0) -> NaiveClient:
+    def client(self, patience: float = 10.0) -> "NaiveClient":
         return NaiveClient(self, patience)
 
     def kill(self) -> None:

@@ -1,7 +1,5 @@
 """Programs made from seeds: one thread compared with the naive model, and several threads with complete watches."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -134,7 +132,7 @@ class Replica:
         self.since = self.revision = self.started = listing.revision
         self.written: list[Entry] = []
 
-    def follow(self, last: str, limit: float = PATIENCE) -> Replica:
+    def follow(self, last: str, limit: float = PATIENCE) -> "Replica":
         ends = time.monotonic() + limit
         while last not in self.entries:
             assert time.monotonic() < ends

@@ -1,7 +1,5 @@
 """A real Redis server for tests, in a folder of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib
@@ -22,7 +20,7 @@ NEEDED = pytest.mark.skipif(PROGRAM is None, reason="there is no redis-server: a
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path, **settings: str) -> Iterator[Server]:
+def running(folder: pathlib.Path, **settings: str) -> "Iterator[Server]":
     server = Server(folder, **settings)
     try:
         server.start()

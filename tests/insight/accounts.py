@@ -1,7 +1,5 @@
 """Made-up states of workers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from telegrad.reporting import MEMBER, RUNNING, CallIn, CallOut, PassOut, ThreadState, WaitState, WorkerState

@@ -1,7 +1,5 @@
 """The browser for tests: that of the system."""
 
-from __future__ import annotations
-
 import pathlib
 import shutil
 

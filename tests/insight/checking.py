@@ -1,7 +1,5 @@
 """Check that Perfetto can show a trace, with a strict reading of the format of Chrome's traces."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A made-up group of four workers that train, for tests of displays."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

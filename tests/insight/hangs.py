@@ -4,8 +4,6 @@ They use public names only. Each worker runs `run(rank, stage)` and calls `stage
 `signals` such calls the group hangs until it is killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

@@ -1,7 +1,5 @@
 """More programs that hang: in waits of Python, torch and the kernel, and in other parts of Telegrad."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import fcntl
@@ -251,7 +249,7 @@ def blocking_callback() -> None:
 
 @rpc.actor
 class Account:
-    def pay(self, other: str, me: rpc.RRef[Account]) -> int:
+    def pay(self, other: str, me: "rpc.RRef[Account]") -> int:
         return rpc.rpc_sync(other, ask_balance, args=(me,))
 
     def balance(self) -> int:

@@ -1,7 +1,5 @@
 """Draw the picture in docs/insight/graph.md: `python -m tests.insight.picture`."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 

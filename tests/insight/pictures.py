@@ -1,7 +1,5 @@
 """Draw pictures of the dashboard for the docs: `python -m tests.insight.pictures docs/insight`."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import pathlib

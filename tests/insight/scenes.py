@@ -1,7 +1,5 @@
 """Made-up states of groups, written in a few lines."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from telegrad.insight.history import GroupSnapshot

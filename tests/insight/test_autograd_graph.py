@@ -1,7 +1,5 @@
 """The graph of a context, collected from workers."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from collections import Counter

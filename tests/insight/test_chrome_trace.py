@@ -1,7 +1,5 @@
 """Clocks, and the trace file for Perfetto, from made-up events."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

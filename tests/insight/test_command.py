@@ -1,7 +1,5 @@
 """The commands for a group on this host."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

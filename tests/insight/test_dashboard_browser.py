@@ -1,7 +1,5 @@
 """The dashboard in a real browser, with a made-up group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

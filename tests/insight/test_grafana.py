@@ -1,7 +1,5 @@
 """The Grafana dashboard is valid, and shows exactly the metrics that are exported."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

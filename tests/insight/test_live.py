@@ -1,7 +1,5 @@
 """The history of a running group, the dashboard's figures, and the tables of `telegrad top`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Spans of calls, in one and several processes, with the real SDK."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Metrics over HTTP, read by Prometheus' own parser."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Traces of a real group: clocks of processes, and torch's profiler on all of them."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

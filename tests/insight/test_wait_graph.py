@@ -1,7 +1,5 @@
 """What calls and threads wait for, in made-up states of groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

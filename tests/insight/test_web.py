@@ -1,7 +1,5 @@
 """The dashboard's server: access, pages, the rate of queries, and the number of connections."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Findings from made-up states of waiting groups."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -78,8 +76,7 @@ def test_threads_of_other_programs_are_no_waits_but_may_hold_a_lock() -> None:
     assert Report(scene.sight).findings == []
     scene.call("worker1", "worker0", "train.log", 3, runs="train.py:4 log: with guard:")
     scene["worker0"]["threads"][1]["holds"] = ["guard"]
-    _, told = only(scene, "lock", "worker0")
-    assert "worker0's thread IPythonHistorySavingThread" in told
+    assert "worker0's thread IPythonHistorySavingThread" in only(scene, "lock", "worker0")[1]
 
 
 def test_the_report_marks_daemon_threads_without_code_of_the_program() -> None:
@@ -122,26 +119,22 @@ def test_a_worker_that_moves_to_the_next_generation_without_another() -> None:
     scene = Scene("a")
     scene.thread("a", "train.py:8 main: rpc.rendezvous_again()", wait=wait(MOVES, "b", about="runs until 'b'", age=5.0))
     scene.silent["b"] = "its process is stopped"
-    _, told = only(scene, "silent", "b")
-    assert "a's main thread moves to the next generation, and waits for b, for 5.0 s" in told
+    assert "a's main thread moves to the next generation, and waits for b, for 5.0 s" in only(scene, "silent", "b")[1]
     scene.silent.clear()
     scene["a"]["threads"][0]["wait"] = wait(MOVES, about="1 worker of 2 joined: 'a'", age=5.0)
-    _, told = only(scene, "wait", "a")
-    assert "moves to the next generation, and waits for 1 worker of 2 joined: 'a'" in told
+    assert "moves to the next generation, and waits for 1 worker of 2 joined: 'a'" in only(scene, "wait", "a")[1]
 
 
 def test_sizes_that_differ() -> None:
     scene = joining("worker0", "worker1", size=3, missing=["rank 2"])
     scene["worker1"]["size"] = 2
-    _, told = only(scene, "sizes", "worker0", "worker1")
-    assert "worker0 expects 3 workers and worker1 expects 2 workers" in told
+    assert "worker0 expects 3 workers and worker1 expects 2 workers" in only(scene, "sizes", "worker0", "worker1")[1]
 
 
 def test_a_worker_that_waits_alone_for_an_elastic_group() -> None:
     scene = joining("worker0", size=None, missing=[])
     scene["worker0"]["threads"][0]["wait"] = wait("init_rpc", about="1 worker of 2 to 3 joined: 'worker0'")
-    _, told = only(scene, "missing", "worker0")
-    assert "worker0 cannot join yet: 1 worker of 2 to 3 joined: 'worker0'." in told
+    assert "worker0 cannot join yet: 1 worker of 2 to 3 joined: 'worker0'." in only(scene, "missing", "worker0")[1]
 
 
 def test_workers_outside_of_the_running_generation_are_noted() -> None:
@@ -192,8 +185,7 @@ def test_a_barrier_that_a_dead_worker_does_not_reach() -> None:
     for name in ("worker0", "worker1", "worker2"):
         scene.thread(name, "train.py:40 step: dist.barrier()")
     scene["worker1"]["gone"] = {"worker3": "its process ended"}
-    _, told = only(scene, "barrier", "worker3")
-    assert "worker3 is no longer in the group: its process ended" in told
+    assert "worker3 is no longer in the group: its process ended" in only(scene, "barrier", "worker3")[1]
 
 
 def test_a_barrier_that_an_unknown_worker_does_not_reach() -> None:
@@ -202,8 +194,7 @@ def test_a_barrier_that_an_unknown_worker_does_not_reach() -> None:
         scene.thread(
             name, "train.py:40 step: b.barrier()", wait=wait("barrier", "worker2", about="barrier of all", age=9)
         )
-    _, told = only(scene, "barrier", "worker2")
-    assert "nothing is known about worker2" in told
+    assert "nothing is known about worker2" in only(scene, "barrier", "worker2")[1]
 
 
 def test_a_backward_pass_that_no_worker_runs() -> None:
@@ -262,8 +253,7 @@ def test_a_serving_worker_that_delays_a_shutdown_is_not_said_to_be_late() -> Non
     assert status([finding]) == 0
     assert "worker2 serves, and others wait for it." in told
     scene.call("worker0", "worker2", "train.f", 8, runs=f"train.py:60 f: {SLEEPS}")
-    _, told = only(scene, "asleep", "worker2")
-    assert "called shutdown" not in told
+    assert "called shutdown" not in only(scene, "asleep", "worker2")[1]
 
 
 def test_a_restarted_worker_is_not_gone() -> None:
@@ -331,16 +321,14 @@ def test_generations_that_differ() -> None:
 def test_a_lock_with_an_unknown_holder() -> None:
     scene = Scene("worker0")
     scene.thread("worker0", "train.py:9 main: self.lock.acquire()")
-    finding, _ = only(scene, "lock", "worker0")
-    assert "self.lock" in finding.title
+    assert "self.lock" in only(scene, "lock", "worker0")[0].title
 
 
 def test_a_lock_that_a_thread_takes_twice() -> None:
     scene = Scene("worker0")
     scene.thread("worker0", "train.py:9 update: with lock:", holds=["lock"])
     scene.thread("worker0", f"train.py:30 prefetch: {SLEEPS}", name="prefetch")
-    finding, _ = only(scene, "lock deadlock", "worker0")
-    assert "the thread that holds it (lock) waits for it, too" in finding.title
+    assert "the thread that holds it (lock) waits for it, too" in only(scene, "lock deadlock", "worker0")[0].title
 
 
 def test_a_lock_is_held_inside_of_its_with_statement() -> None:
@@ -440,8 +428,7 @@ def test_a_long_call_that_makes_short_calls() -> None:
     main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', epoch)")
     epoch = scene.call("worker0", "worker1", "train.epoch", 30, by=main, runs="train.py:20 epoch: step()")
     scene.call("worker1", "worker2", "train.step", 0.01, by=epoch, runs="train.py:40 step: loss = f(x)", asleep=False)
-    _, told = only(scene, "asleep", "worker1")
-    assert "makes one short call after another, now train.step on worker2" in told
+    assert "makes one short call after another, now train.step on worker2" in only(scene, "asleep", "worker1")[1]
 
 
 def test_a_call_that_has_not_arrived() -> None:
@@ -526,8 +513,7 @@ def test_a_value_that_nothing_makes() -> None:
     scene = Scene("worker0", "worker1")
     main = scene.thread("worker0", "train.py:9 main: reference.to_here()")
     scene.call("worker0", "worker1", "to_here() of a reference", 5, by=main, state=UNFINISHED)
-    finding, _ = only(scene, "value", "worker1")
-    assert "nothing there seems to create it" in finding.title
+    assert "nothing there seems to create it" in only(scene, "value", "worker1")[0].title
 
 
 def test_a_value_that_its_owner_waits_for() -> None:
@@ -544,8 +530,7 @@ def test_slots_that_are_taken_by_short_calls() -> None:
     scene.call("worker0", "worker1", "train.quick", 0.1, runs="train.py:20 quick: x = x @ x", asleep=False)
     for _ in range(40):
         scene.call("worker0", "worker1", "train.quick", 2)
-    finding, _ = only(scene, "slots", "worker1")
-    assert "by short calls, and more arrive than it can run: 40 calls wait" in finding.title
+    assert "by short calls, and more arrive than it can run: 40 calls wait" in only(scene, "slots", "worker1")[0].title
 
 
 def test_a_stage_of_a_pipeline_that_sleeps() -> None:
@@ -563,8 +548,7 @@ def test_a_stage_of_a_pipeline_that_sleeps() -> None:
 def test_a_call_whose_thread_is_not_known() -> None:
     scene = Scene("worker0", "worker1")
     scene.call("worker0", "worker1", "train.work", 3, state="running")
-    finding, _ = only(scene, "busy", "worker1")
-    assert "the thread that runs it is not known" in finding.title
+    assert "the thread that runs it is not known" in only(scene, "busy", "worker1")[0].title
 
 
 def test_several_threads_that_wait_for_a_lock() -> None:
@@ -590,15 +574,13 @@ def test_a_stream_whose_reader_waits_for_another_one() -> None:
 def test_a_worker_that_waits_for_others_to_join() -> None:
     scene = Scene("worker0", "worker1")
     scene.thread("worker0", "train.py:9 main: rpc.wait_for_workers(3)", wait=wait("workers", about="3 workers", age=9))
-    finding, _ = only(scene, "wait", "worker0")
-    assert "waits for 3 workers to join" in finding.title
+    assert "waits for 3 workers to join" in only(scene, "wait", "worker0")[0].title
 
 
 def test_a_member_without_a_report() -> None:
     scene = leaving("train.py:33 main: input()")
     del scene.accounts["worker2"]
-    finding, _ = only(scene, "silent", "worker2")
-    assert "nothing is known about it" in finding.title
+    assert "nothing is known about it" in only(scene, "silent", "worker2")[0].title
 
 
 def test_a_leaving_worker_without_work() -> None:
@@ -719,16 +701,14 @@ def test_many_workers_that_wait_at_different_lines() -> None:
     for rank, name in enumerate(names[1:]):
         main = scene.thread(name, f"train.py:{rank} main: rpc.rpc_sync('worker0', spin)")
         scene.call(name, "worker0", "train.spin", 12 - rank / 10, by=main, runs=runs, asleep=False)
-    _, told = only(scene, "busy", "worker0")
-    assert "and 5 more wait for it: worker5, worker6, worker7, worker8 and worker9" in told
+    assert "and 5 more wait for it: worker5, worker6, worker7, worker8 and worker9" in only(scene, "busy", "worker0")[1]
 
 
 def test_busy_loops_in_two_threads() -> None:
     scene = Scene("worker0", "worker1")
     for asleep in (True, False):
         scene.call("worker0", "worker1", "train.spin", 5, runs="train.py:20 spin: while True:", asleep=asleep)
-    finding, _ = only(scene, "busy", "worker1")
-    assert "2 threads run train.spin" in finding.title
+    assert "2 threads run train.spin" in only(scene, "busy", "worker1")[0].title
 
 
 def slots_of_each_other() -> Scene:

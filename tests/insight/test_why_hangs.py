@@ -1,7 +1,5 @@
 """Groups of processes that hang are explained within two seconds."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import select
@@ -158,11 +156,7 @@ MORE = {
         more.stuck_stream, "asleep", "worker1", "more_hangs.stuck_items, for", OWN, "in slumber: held.wait()"
     ),
     "unread stream": led(
-        more.unread_stream,
-        "wait",
-        "worker0",
-        "waits for worker0, which reads its stream",
-        "in slumber: held.wait()",
+        more.unread_stream, "wait", "worker0", "waits for worker0, which reads its stream", "in slumber: held.wait()"
     ),
     "one of a group": led(
         more.group_call,

@@ -3,8 +3,6 @@
 Slurm's own commands need a cluster; small programs in `shims` set the same variables.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Tests of the manifests for Kubernetes: they are valid, and their variables lead the workers to their group."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 

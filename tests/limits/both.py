@@ -1,7 +1,5 @@
 """Run the program of a row in one process, and with its calls on another worker."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types

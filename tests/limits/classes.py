@@ -3,8 +3,6 @@
 A class that a later torch adds has no entry here, so its test fails until it gets one.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The group for the files here: the programs run on its first worker."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

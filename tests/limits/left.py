@@ -1,7 +1,5 @@
 """Features that are neither refused nor as in one process: each worker handles them by itself."""
 
-from __future__ import annotations
-
 LEFT = {
     "Autograd": """
 ## `saved_tensors_hooks` around a remote call hold on the worker that registers them

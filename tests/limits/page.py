@@ -9,8 +9,6 @@ parts), and an alternative:
     -> a name of `rpc.workers()`
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping

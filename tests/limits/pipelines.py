@@ -1,7 +1,5 @@
 """Uses of pipelines that are refused; `page.py` describes the form of the rows."""
 
-from __future__ import annotations
-
 REFUSED = {
     "Pipelines": """
 ## no stages

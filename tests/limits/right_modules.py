@@ -3,8 +3,6 @@
 Each program runs twice: in one process, and with its calls, modules and optimizers on another worker.
 """
 
-from __future__ import annotations
-
 RIGHT = {
     "Modules": """
 ## forward hooks of the handle, of all kinds

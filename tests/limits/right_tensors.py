@@ -3,8 +3,6 @@
 Each program runs twice: in one process, and with its calls, modules and optimizers on another worker.
 """
 
-from __future__ import annotations
-
 RIGHT = {
     "Optimizers": """
 ## `foreach`, `maximize`, `nesterov`, `weight_decay`

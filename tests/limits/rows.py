@@ -1,7 +1,5 @@
 """All rows of the page, by the kind of their result."""
 
-from __future__ import annotations
-
 from tests.limits import classes, left, pipelines, right_autograd, right_modules, right_tensors, training, values
 from tests.limits.page import lefts, limits, page, programs
 

@@ -1,7 +1,5 @@
 """Each module, optimizer and scheduler of torch gives on another worker what it gives in one process."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.limits.both import in_both

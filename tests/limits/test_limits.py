@@ -1,7 +1,5 @@
 """Each program of the tables has its documented result, and docs/limits.md is made from the tables."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 

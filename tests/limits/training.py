@@ -1,7 +1,5 @@
 """Uses of autograd, modules and optimizers that are refused; `page.py` describes the form of the rows."""
 
-from __future__ import annotations
-
 REFUSED = {
     "Autograd": """
 ## a context inside of a context

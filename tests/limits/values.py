@@ -1,7 +1,5 @@
 """Tensors, functions, references, weights and checkpoints that are refused; `page.py` explains the form of the rows."""
 
-from __future__ import annotations
-
 REFUSED = {
     "Tensors": """
 ## a nested tensor, a `DTensor` or another made of others, that requires a gradient, in a context

@@ -1,7 +1,5 @@
 """`torch.compile` over code that makes remote calls: the graph breaks there, and the rest is compiled."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

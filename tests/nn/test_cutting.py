@@ -1,7 +1,5 @@
 """Stages that are cut out of a model compute, one after the other, what the whole model computes."""
 
-from __future__ import annotations
-
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable

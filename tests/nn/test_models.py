@@ -1,7 +1,5 @@
 """Models as in libraries, cut in the middle or automatically, train as in one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple

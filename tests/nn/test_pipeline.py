@@ -1,7 +1,5 @@
 """Pipelines compute what the whole model computes."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

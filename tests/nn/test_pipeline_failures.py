@@ -1,7 +1,5 @@
 """Stages that raise, workers that die, and pipelines that go on after that."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import signal
@@ -41,7 +39,7 @@ CHUNKS = 6
 
 class Failing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, stage: Stage) -> Tensor:
+    def forward(ctx: Any, value: Tensor, stage: "Stage") -> Tensor:
         ctx.stage = stage
         ctx.number = stage.number
         return value.clone()
@@ -206,7 +204,7 @@ class Driver:
     def touch(self) -> None:
         return None
 
-    def train(self, me: RRef[Driver], trains: bool) -> None:
+    def train(self, me: "RRef[Driver]", trains: bool) -> None:
         pipeline = Pipeline([RemoteModule("w1", nn.Identity), RemoteModule("w2", Touching, (me,))], chunks=2)
         with autograd.context() as context, torch.set_grad_enabled(trains):
             if trains:

@@ -1,7 +1,5 @@
 """A model that is split over workers trains as in one process, and keeps its names."""
 
-from __future__ import annotations
-
 import pathlib
 from collections import OrderedDict
 from collections.abc import Callable

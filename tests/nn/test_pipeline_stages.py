@@ -1,7 +1,5 @@
 """Pipelines train stages of any kind as one process would."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref

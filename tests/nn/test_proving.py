@@ -1,7 +1,5 @@
 """A model that is cut gives what the whole model gives, or is refused with the reason."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import random

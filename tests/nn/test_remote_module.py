@@ -1,7 +1,5 @@
 """Modules that live on other workers."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect
@@ -62,7 +60,7 @@ def make_linear(inputs: int, outputs: int, device: str | None = None) -> nn.Line
     return nn.Linear(inputs, outputs, device=device)
 
 
-def call(module: Double | RemoteModule, *args: Tensor | int) -> tuple[Any, str, bool]:
+def call(module: "Double | RemoteModule", *args: Tensor | int) -> tuple[Any, str, bool]:
     return module(*args), module.on, module.training
 
 

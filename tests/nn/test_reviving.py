@@ -1,7 +1,5 @@
 """Models, pipelines and optimizers whose workers are lost and restarted go on from a checkpoint."""
 
-from __future__ import annotations
-
 import pathlib
 import time
 from typing import Any

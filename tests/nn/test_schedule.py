@@ -1,7 +1,5 @@
 """Schedules of pipelines are complete, free of deadlocks, and as short and small as in the literature; tied weights."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

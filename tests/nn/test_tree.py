@@ -1,7 +1,5 @@
 """The modules that belong to a model that is spread over workers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from telegrad.rpc import RRef, remote, rpc_sync
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def found(model: Net | RRef[Any] | RemoteModule) -> dict[str, str]:
+def found(model: "Net | RRef[Any] | RemoteModule") -> dict[str, str]:
     return {branch.name: branch.root.owner_name() for branch in branches(model)}
 
 

@@ -1,7 +1,5 @@
 """Train a pipeline, and the same model in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Clipping by the norm over all workers."""
 
-from __future__ import annotations
-
 from math import inf
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizers whose steps fused with the backward pass take the same steps, without messages of their own."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Optimizers over several workers give the parameters that one process would give."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

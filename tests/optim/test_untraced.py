@@ -1,7 +1,5 @@
 """Torch's optimizers without its tracer take the same steps, without an import that takes seconds."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

@@ -6,8 +6,6 @@ itself calls the handler at the next place where it checks, so no impossible poi
 object that dies as the trace function ends: set any earlier, the handler would run within that function.
 """
 
-from __future__ import annotations
-
 import _thread
 import asyncio
 import contextlib
@@ -133,7 +131,7 @@ class Picky:
     def __init__(self, value: int = 0) -> None:
         self.value = value
 
-    def __add__(self, other: Picky) -> Picky:
+    def __add__(self, other: "Picky") -> "Picky":
         return Picky(self.value + other.value)
 
     def __getstate__(self) -> int:

@@ -1,7 +1,5 @@
 """Tests of actors: the methods of one object run one after the other, in the order of each caller."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading
@@ -200,7 +198,7 @@ class Asker:
     def get(self) -> int:
         return self.value
 
-    def keep(self, me: RRef[Asker], started: object = None) -> None:
+    def keep(self, me: "RRef[Asker]", started: object = None) -> None:
         self.me = me
 
     def ask_myself(self) -> int:

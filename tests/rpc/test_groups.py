@@ -1,7 +1,5 @@
 """Tests of groups of processes: how they form, end and fail."""
 
-from __future__ import annotations
-
 import operator
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Tests of calls to groups: order of results, reductions, maps, errors, deaths and cancelling."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import operator

@@ -1,7 +1,5 @@
 """Tests of maps with calls that are played: their ends at any moment, cancels, and items that cannot be sent."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

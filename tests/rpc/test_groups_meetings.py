@@ -1,7 +1,5 @@
 """Tests of the collectives of a group: barriers, small reductions, and process groups of torch."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

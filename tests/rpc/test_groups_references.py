@@ -1,7 +1,5 @@
 """Tests of groups of references: one value on each worker of a group."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -27,7 +25,7 @@ class Counter(members.Counter):
     def where(self) -> str:
         return rpc.get_worker_info().name
 
-    def part(self, name: str) -> Counter:
+    def part(self, name: str) -> "Counter":
         return Counter(self.count)
 
     def __call__(self, more: int) -> int:

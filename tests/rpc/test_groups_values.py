@@ -1,7 +1,5 @@
 """Tests of groups as values: members, derived groups, groups in arguments, and errors of wrong uses."""
 
-from __future__ import annotations
-
 import copy
 import pathlib
 from collections.abc import Callable, Iterator

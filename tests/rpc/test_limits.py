@@ -20,13 +20,13 @@ from telegrad.autograd import contexts as contexts_module
 from telegrad.autograd.passes import Abandon, Mark, PassSpec
 from telegrad.errors import LimitReached, PeerError
 from telegrad.rpc import RRef
-from tests.cluster import agents, wait_until
+from tests.cluster import Three, agents, wait_until
 
 MOST = 20
 
 
 @pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Worker, Worker, Worker]]:
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Three]:
     """Start a callee with low limits, and two callers."""
     monkeypatch.setattr(table_module, "MOST_HELD", MOST)
     monkeypatch.setattr(contexts_module, "MOST_OPEN", MOST)
@@ -47,7 +47,7 @@ def held_by(callee: Worker, caller: Worker) -> int:
     return callee.references._machine.holders.counts.get(f"{caller.agent.name}#{caller.agent.incarnation}", 0)
 
 
-def test_the_values_that_are_kept_for_one_worker_are_limited(three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_values_that_are_kept_for_one_worker_are_limited(three: Three) -> None:
     callee, caller, other = three
     made.clear()
 
@@ -75,7 +75,7 @@ def test_the_values_that_are_kept_for_one_worker_are_limited(three: tuple[Worker
     wait_until(lambda: held_by(callee, caller) == 0)
 
 
-def test_the_connections_of_one_worker_are_limited(three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_connections_of_one_worker_are_limited(three: Three) -> None:
     callee, caller, other = three
     for worker in (caller, other):
         current.enter(worker)
@@ -100,9 +100,7 @@ def test_the_connections_of_one_worker_are_limited(three: tuple[Worker, Worker, 
         channel.sock.close()
 
 
-def test_the_backward_passes_of_one_worker_are_limited(
-    three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_backward_passes_of_one_worker_are_limited(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts_module, "MOST_PASSES", MOST)
     callee, caller, other = three
 
@@ -126,9 +124,7 @@ def test_the_backward_passes_of_one_worker_are_limited(
     run(caller, MOST)
 
 
-def test_passes_that_never_begin_or_have_failed_are_counted(
-    three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_that_never_begin_or_have_failed_are_counted(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hostile worker sends marks of passes that never begin, and failures of passes that do not exist."""
     monkeypatch.setattr(contexts_module, "MOST_PASSES", MOST)
     callee, caller, _ = three
@@ -148,7 +144,7 @@ def test_passes_that_never_begin_or_have_failed_are_counted(
 
 
 @pytest.mark.skipif(not SHARING, reason="memory is not shared here")
-def test_kept_results_use_a_limited_share_of_the_descriptors(three: tuple[Worker, Worker, Worker]) -> None:
+def test_kept_results_use_a_limited_share_of_the_descriptors(three: Three) -> None:
     callee, caller, other = three
     pool = callee.agent.memory
     pool.most_files = MOST
@@ -166,7 +162,7 @@ def test_kept_results_use_a_limited_share_of_the_descriptors(three: tuple[Worker
     assert all(bool((each == 1).all()) for each in kept)
 
 
-def test_the_open_contexts_of_one_worker_are_limited(three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_open_contexts_of_one_worker_are_limited(three: Three) -> None:
     callee, caller, other = three
     tensor = torch.ones(2, requires_grad=True)
 

@@ -382,15 +382,11 @@ def nothing_has_run() -> Iterator[None]:
 def hold(what: str) -> str:
     runs.append(what)
     begun.set()
-    assert may_end.wait(PATIENCE)
-    return f"{what} has run {len(runs)} times"
+    return wait_here(what)
 
 
 async def hold_async(what: str) -> str:
-    runs.append(what)
-    begun.set()
-    assert await asyncio.to_thread(may_end.wait, PATIENCE)
-    return f"{what} has run {len(runs)} times"
+    return await asyncio.to_thread(hold, what)
 
 
 @rpc.functions.async_execution
@@ -426,9 +422,7 @@ def settled(worker: Worker) -> None:
 
 
 def raise_once(what: str) -> None:
-    runs.append(what)
-    begun.set()
-    assert may_end.wait(PATIENCE)
+    hold(what)
     raise KeyError(what)
 
 
@@ -438,10 +432,7 @@ async def raise_async(what: str) -> None:
 
 @rpc.functions.async_execution
 def no_future(what: str) -> Any:
-    runs.append(what)
-    begun.set()
-    assert may_end.wait(PATIENCE)
-    return 1
+    return hold(what)
 
 
 @pytest.mark.parametrize("function", [raise_once, raise_async, no_future])

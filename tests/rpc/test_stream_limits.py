@@ -27,7 +27,7 @@ from telegrad._core.worker.current import Worker
 from telegrad.errors import CallCancelled, LimitReached, PeerError, ProtocolViolation
 from telegrad.rpc import RRef, Stream, actor, rpc_stream, rpc_sync
 from tests import links
-from tests.cluster import PATIENCE, agents, next_turn, wait_until
+from tests.cluster import PATIENCE, Three, agents, next_turn, wait_until
 from tests.seeds import run_each
 
 MOST = 5  # streams
@@ -42,7 +42,7 @@ closed: list[str] = []
 
 
 @pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Worker, Worker, Worker]]:
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Three]:
     """Start a callee with low limits, and two callers."""
     monkeypatch.setattr(feeding, "MOST_STREAMS", MOST)
     monkeypatch.setattr(feeding, "MOST_KEPT", KEPT)
@@ -89,7 +89,7 @@ def is_forgotten(callee: Worker, caller: Worker) -> bool:
 
 
 @pytest.mark.parametrize("function", [endless, endless_async])
-def test_the_streams_of_one_worker_are_limited(function: Any, three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_streams_of_one_worker_are_limited(function: Any, three: Three) -> None:
     callee, caller, other = three
     kept = [rpc_stream("w0", function, (str(number),)) for number in range(MOST)]
     assert [next(each) for each in kept] == MOST * [0]
@@ -111,7 +111,7 @@ def test_the_streams_of_one_worker_are_limited(function: Any, three: tuple[Worke
     wait_until(lambda: is_forgotten(callee, caller))
 
 
-def test_the_pulls_of_a_refused_stream_are_answered(three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_pulls_of_a_refused_stream_are_answered(three: Three) -> None:
     """A faulty reader does not cancel them, and the callee would keep them."""
     _, caller, _ = three
     kept = [rpc_stream("w0", endless, (str(number),), window=1) for number in range(MOST)]
@@ -126,7 +126,7 @@ def test_the_pulls_of_a_refused_stream_are_answered(three: tuple[Worker, Worker,
         each.close()
 
 
-def test_a_stream_runs_a_single_function(three: tuple[Worker, Worker, Worker]) -> None:
+def test_a_stream_runs_a_single_function(three: Three) -> None:
     """A hostile reader begins more functions for a stream: all but one of them would wait for ever."""
     callee, caller, _ = three
     with rpc_stream("w0", endless, ("first",), window=1) as stream:
@@ -138,7 +138,7 @@ def test_a_stream_runs_a_single_function(three: tuple[Worker, Worker, Worker]) -
     assert set(yielded) == {"first"}
 
 
-def test_a_worker_cannot_read_or_acknowledge_the_streams_of_others(three: tuple[Worker, Worker, Worker]) -> None:
+def test_a_worker_cannot_read_or_acknowledge_the_streams_of_others(three: Three) -> None:
     callee, _, other = three
     with rpc_stream("w0", numbered, (4,), window=2) as stream:
         pulled = other.agent.call_async("w0", feeding.pull, (stream._number, 2, 2), None)
@@ -152,7 +152,7 @@ def test_a_worker_cannot_read_or_acknowledge_the_streams_of_others(three: tuple[
 
 
 @pytest.mark.parametrize("function", [endless, endless_async])
-def test_the_bytes_of_all_streams_of_a_worker_are_limited(function: Any, three: tuple[Worker, Worker, Worker]) -> None:
+def test_the_bytes_of_all_streams_of_a_worker_are_limited(function: Any, three: Three) -> None:
     callee, caller, other = three
     streams = [rpc_stream("w0", function, (str(number), SIZE)) for number in range(MOST)]
     wait_until(lambda: waits_for_others(callee, caller))
@@ -171,7 +171,7 @@ def test_the_bytes_of_all_streams_of_a_worker_are_limited(function: Any, three: 
     assert set(closed) == set(yielded)
 
 
-def test_a_reader_gets_all_items_while_other_streams_are_unread(three: tuple[Worker, Worker, Worker]) -> None:
+def test_a_reader_gets_all_items_while_other_streams_are_unread(three: Three) -> None:
     """The streams are read one after the other, and each has more bytes than the limit for all."""
     callee, caller, _ = three
     count = 4 * KEPT // SIZE  # of which the two pulls that each stream begins with can take half at most
@@ -182,7 +182,7 @@ def test_a_reader_gets_all_items_while_other_streams_are_unread(three: tuple[Wor
     wait_until(lambda: is_forgotten(callee, caller))
 
 
-def test_small_items_count_towards_the_limit_in_any_window(three: tuple[Worker, Worker, Worker]) -> None:
+def test_small_items_count_towards_the_limit_in_any_window(three: Three) -> None:
     callee, caller, _ = three
     with rpc_stream("w0", endless, ("small",), window=1 << 31):
         wait_until(lambda: waits_for_others(callee, caller))
@@ -200,7 +200,7 @@ async def endless_uncancelled(name: str, item: Any = 0) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("function", [endless, endless_async, endless_uncancelled])
-def test_functions_end_with_the_connection_of_their_reader(function: Any, three: tuple[Worker, Worker, Worker]) -> None:
+def test_functions_end_with_the_connection_of_their_reader(function: Any, three: Three) -> None:
     """This includes functions that wait, and functions that have not begun."""
     callee, caller, _ = three
     kept = [rpc_stream("w0", function, (str(number), SIZE)) for number in range(MOST)]
@@ -248,9 +248,7 @@ def tap() -> RRef[Tap]:
 @pytest.mark.parametrize("end", ["close", "death"])
 @pytest.mark.parametrize("state", ["at rest", "queued", "running", "finished"])
 @pytest.mark.parametrize("method", ["items", "items_later"])
-def test_an_actor_goes_on_after_the_end_of_a_stream(
-    method: str, state: str, end: str, three: tuple[Worker, Worker, Worker]
-) -> None:
+def test_an_actor_goes_on_after_the_end_of_a_stream(method: str, state: str, end: str, three: Three) -> None:
     callee, caller, other = three
     taps[:] = [Tap()]
     stream: Stream[int] = getattr(rpc_sync("w0", tap).rpc_stream(window=1), method)()
@@ -276,9 +274,7 @@ def test_an_actor_goes_on_after_the_end_of_a_stream(
     wait_until(lambda: callee.agent.idle)
 
 
-def test_no_items_are_made_for_a_connection_that_is_not_read(
-    three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_items_are_made_for_a_connection_that_is_not_read(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
     callee, caller, other = three
     monkeypatch.setattr(writer, "MOST_BYTES", KEPT)
     stream: Stream[bytes] = rpc_stream("w0", endless, ("unread", SIZE), window=1 << 16)
@@ -314,9 +310,7 @@ def is_at_rest(callee: Worker, caller: Worker) -> bool:
     return bool(feeds) and all(each._room is not None for each in feeds)
 
 
-def test_a_callee_that_sends_more_than_was_asked_for_is_refused(
-    three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_callee_that_sends_more_than_was_asked_for_is_refused(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Feed, "room", lambda feed: None)  # its functions never wait
     stream: Stream[int] = rpc_stream("w0", range, (10**6,), window=4)
     with pytest.raises(ProtocolViolation, match=r"at most 4 may be unread"):

@@ -65,7 +65,7 @@ def count(n: int) -> Generator[int, None, str]:
     return f"{n} in all"
 
 
-def noted(n: int, name: str = "closed") -> Iterator[int]:
+def noted(n: int, name: str = "closed") -> Generator[int, None, None]:
     """Yield numbers; record each of them, and the end."""
     try:
         for i in range(n):
@@ -76,13 +76,10 @@ def noted(n: int, name: str = "closed") -> Iterator[int]:
 
 
 async def count_async(n: int) -> AsyncIterator[int]:
-    try:
-        for i in range(n):
+    with contextlib.closing(noted(n)) as numbers:
+        for i in numbers:
             await next_turn()
-            seen.append(i)
             yield i
-    finally:
-        event("closed").set()
 
 
 async def list_later(n: int) -> list[int]:

@@ -14,8 +14,6 @@ or released, and around each write. A seed decides which one goes on. These rule
     NOTHING   in the end nothing is in flight, queued or counted
 """
 
-from __future__ import annotations
-
 import operator
 import random
 from collections import Counter
@@ -61,7 +59,7 @@ class Call(PendingCall):
 class Link:
     """A connection with both of its ends."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: "World") -> None:
         self.number = len(world.links)
         self.closed: PeerError | None = None
         self.is_broken = False

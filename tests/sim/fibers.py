@@ -4,8 +4,6 @@ The scheduler starts an act, and waits until it has ended or has suspended itsel
 alone decides which act goes on next, so that a seed gives one order. Threads are used again for later acts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable
@@ -18,7 +16,7 @@ class Killed(BaseException):
 class Fiber:
     """A thread that runs acts."""
 
-    def __init__(self, scheduler: Fibers) -> None:
+    def __init__(self, scheduler: "Fibers") -> None:
         self._scheduler = scheduler
         self.turn = threading.Lock()  # released when this fiber may go on
         self.turn.acquire()

@@ -1,7 +1,5 @@
 """Tests of the backward pass as state machines: 50 workers, random graphs, messages in any order."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -42,7 +40,7 @@ ages = count()
 class Node:
     """A node in the graph of one worker."""
 
-    def __init__(self, worker: int, *following: Node) -> None:
+    def __init__(self, worker: int, *following: "Node") -> None:
         self.worker = worker
         self.next_functions = [(each, 0) for each in following]
         self.runs = 0
@@ -77,7 +75,7 @@ class FakeAgent:
 
     streams = SimpleNamespace(used=(), publish=lambda: None)
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: "World", name: str) -> None:
         self.world, self.name = world, name
 
     def notify(self, to: str, message: Any, _: str, tensors: Any, context: None) -> None:
@@ -87,7 +85,7 @@ class FakeAgent:
 class FakeRunner:
     """A graph whose gradients are the sets of nodes that they came through: a run must see all of its own at once."""
 
-    def __init__(self, world: World, me: int) -> None:
+    def __init__(self, world: "World", me: int) -> None:
         self.world, self.me = world, me
         self.roots = world.roots if me == 0 else []
         self.pending: set[Node] = set()

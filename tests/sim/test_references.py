@@ -95,22 +95,15 @@ def test_creation_takes_no_letter(trio: Trio) -> None:
     assert trio.is_empty()
 
 
-def test_owner_to_user_takes_no_letter(trio: Trio) -> None:
-    ref = trio.b.own()
-    trio.passed(ref, "b", "b", "a")
-    assert trio.messages() == {}
-    trio.b.drop(ref)
-    trio.a.drop(ref)
-    assert trio.messages() == {DROPPED: 1}
-    assert trio.is_empty()
-
-
-def test_user_to_owner_takes_one_letter(trio: Trio) -> None:
-    ref = trio.created()
-    trio.passed(ref, "b", "a", "b")
-    assert trio.messages() == {SETTLED: 1}
-    trio.a.drop(ref)
-    trio.b.drop(ref)
+@pytest.mark.parametrize(("sender", "receiver", "letters"), [("b", "a", {}), ("a", "b", {SETTLED: 1})])
+def test_owner_to_user_takes_no_letter_and_user_to_owner_one(
+    trio: Trio, sender: str, receiver: str, letters: dict[Any, int]
+) -> None:
+    ref = trio.b.own() if sender == "b" else trio.created()
+    trio.passed(ref, "b", sender, receiver)
+    assert trio.messages() == letters
+    for name in (sender, receiver):
+        trio.machines[name].drop(ref)
     assert trio.messages() == {DROPPED: 1}
     assert trio.is_empty()
 

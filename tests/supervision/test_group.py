@@ -1,7 +1,5 @@
 """Tests of groups of workers under `telegrad run`: a killed worker comes back under its name, and all end in order."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

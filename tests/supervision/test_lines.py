@@ -1,7 +1,5 @@
 """Tests of how printed output is divided into lines, and written to files."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

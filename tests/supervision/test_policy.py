@@ -1,7 +1,5 @@
 """Tests of restarts and of the end of a group: the state machine alone, and thousands of random lives."""
 
-from __future__ import annotations
-
 import random
 from math import inf
 from typing import Any

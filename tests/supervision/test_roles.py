@@ -1,7 +1,5 @@
 """Tests of the file of roles."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of `telegrad run` with real programs, which need no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Tests of a store keeper of `telegrad run` that is killed, and then all workers."""
 
-from __future__ import annotations
-
 import io
 import os
 import pathlib

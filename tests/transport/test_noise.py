@@ -92,22 +92,17 @@ class OfNoiseprotocol:
 
 @settings(deadline=None, max_examples=15)
 @given(st.binary(min_size=KEY, max_size=KEY), st.binary(max_size=99), st.lists(st.binary(max_size=300), max_size=9))
-def test_another_implementation_answers(psk: bytes, prologue: bytes, payloads: list[bytes]) -> None:
-    a, b = NoiseHandshake(psk, prologue), OfNoiseprotocol(False, psk, prologue)
-    assert b.read(a.write_first(b"one")) == b"one"
-    payload, ciphers = a.read_second(b.write(b"two"))
+def test_another_implementation_answers_and_initiates(psk: bytes, prologue: bytes, payloads: list[bytes]) -> None:
+    here, there = NoiseHandshake(psk, prologue), OfNoiseprotocol(False, psk, prologue)
+    assert there.read(here.write_first(b"one")) == b"one"
+    payload, ciphers = here.read_second(there.write(b"two"))
     assert payload == b"two"
-    talk(ciphers, b, payloads)
-
-
-@settings(deadline=None, max_examples=15)
-@given(st.binary(min_size=KEY, max_size=KEY), st.binary(max_size=99), st.lists(st.binary(max_size=300), max_size=9))
-def test_another_implementation_initiates(psk: bytes, prologue: bytes, payloads: list[bytes]) -> None:
-    a, b = OfNoiseprotocol(True, psk, prologue), NoiseHandshake(psk, prologue)
-    assert b.read_first(a.write(b"one")) == b"one"
-    message, ciphers = b.write_second(b"two")
-    assert a.read(message) == b"two"
-    talk(ciphers, a, payloads)
+    talk(ciphers, there, payloads)
+    here, there = NoiseHandshake(psk, prologue), OfNoiseprotocol(True, psk, prologue)
+    assert here.read_first(there.write(b"one")) == b"one"
+    message, ciphers = here.write_second(b"two")
+    assert there.read(message) == b"two"
+    talk(ciphers, there, payloads)
 
 
 def talk(ciphers: Ciphers, other: Any, payloads: list[bytes]) -> None:

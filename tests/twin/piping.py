@@ -1,7 +1,5 @@
 """Pipelines in the one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +23,7 @@ class Pipeline(nn.Module):
         self.is_split = False
 
     @classmethod
-    def split(cls, model: nn.Module, workers: Sequence[str], chunks: int = 8, **_: Any) -> Pipeline:
+    def split(cls, model: nn.Module, workers: Sequence[str], chunks: int = 8, **_: Any) -> "Pipeline":
         made = cls([copy.deepcopy(model)], chunks)
         made.is_split = True
         made.training = model.training

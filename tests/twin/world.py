@@ -1,7 +1,5 @@
 """The workers of a program in the single process, and copying of values between them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -26,7 +24,7 @@ class World:
     """The workers of a program, and the number of the current worker."""
 
     def __init__(
-        self, names: list[str], text: str, names_of: Callable[[World], dict[str, Any]], sends_modes: bool
+        self, names: list[str], text: str, names_of: "Callable[[World], dict[str, Any]]", sends_modes: bool
     ) -> None:
         self.names = names
         self.sends_modes = sends_modes

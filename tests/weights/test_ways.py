@@ -4,8 +4,6 @@ A reader gets the published values, or the publisher gets an error. No reader se
 version.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -30,7 +28,7 @@ from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, 
 STEPS = 3
 HERE = ("dictionary", "function", "module")
 _feeds = (f"feed{number}" for number in itertools.count())
-_holders: dict[str, Holder] = {}
+_holders: "dict[str, Holder]" = {}
 
 
 class Holder(nn.Module):

@@ -1,7 +1,5 @@
 """A function is named only if its name leads back to the same object."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib
@@ -84,7 +82,7 @@ class Holder:
         return 2 * x
 
     @classmethod
-    def build(cls) -> Holder:
+    def build(cls) -> "Holder":
         return cls()
 
     def method(self) -> int:

@@ -1,7 +1,5 @@
 """Values arrive as they were sent, functions by name or by value, and errors say what to do."""
 
-from __future__ import annotations
-
 import codecs
 import collections
 import dataclasses
@@ -148,7 +146,7 @@ class Wrapper(Dispatching):
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: str, shape: torch.Size, stride: tuple[int]
-    ) -> Wrapper:
+    ) -> "Wrapper":
         assert context == "context"
         return Wrapper(inner["inner"])
 
@@ -185,7 +183,7 @@ class Holder:
         return 1
 
     @classmethod
-    def build(cls) -> Holder:
+    def build(cls) -> "Holder":
         return cls()
 
 

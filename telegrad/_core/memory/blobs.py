@@ -11,8 +11,6 @@ The ends find out by trying if they can share device memory: with the first tens
 sender offers a block. Tensors are sent in the stream until the other end has opened it, or if it cannot.
 """
 
-from __future__ import annotations
-
 import array
 import errno
 import mmap

@@ -15,8 +15,6 @@ still reads it. Waits order the work, `record_stream` keeps the memory: a tensor
 both.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -15,8 +15,6 @@ asks for a call after the last one (`afterwards`), and stops reading. `_under_wa
 same lock, so either the reader learns that no stripe is missing, or the lane with the last stripe finds the call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
@@ -142,7 +140,7 @@ class ExtraStreams:
     def is_idle(self) -> bool:
         return not self._under_way
 
-    def _run(self, stream: _Stream, stripes: _Stripes) -> None:
+    def _run(self, stream: "_Stream", stripes: _Stripes) -> None:
         move = stream.send if self._sends else stream.receive
         with contextlib.closing(stream.sock):
             try:
@@ -158,7 +156,7 @@ class ExtraStreams:
             except Exception as error:
                 self._failed(error)
 
-    def _greet(self, stream: _Stream) -> bool:
+    def _greet(self, stream: "_Stream") -> bool:
         """Return True if the other end has this stream too. Without it, this one is never used."""
         with contextlib.suppress(OSError):
             if not self._sends:

@@ -8,8 +8,6 @@ share is not: the worker that lent it must not write there until the child has e
 child drops a tensor, so it waits for the end of the child, which it learns by a pipe.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -27,7 +25,7 @@ from telegrad._core.forks import in_child
 class _Lease(weakref.ref[memoryview]):
     __slots__ = ("forks", "token")
     token: Any
-    forks: set[_Fork]  # of this process while the tensor was alive
+    forks: "set[_Fork]"  # of this process while the tensor was alive
 
     def drop_ended_forks(self) -> None:
         # Other threads add forks meanwhile, so the set is not replaced, and its copy is made in one step.
@@ -63,7 +61,7 @@ class SharedLender(Lender):
         self._inherited: deque[_Lease] = deque()  # of tensors that are gone here, but perhaps not in a child
         _shared[id(self)] = self
 
-    def fork(self, fork: _Fork) -> None:
+    def fork(self, fork: "_Fork") -> None:
         for lease in list(self._leases.values()):  # other threads lend and end leases meanwhile
             lease.drop_ended_forks()
             lease.forks.add(fork)

@@ -8,8 +8,6 @@ reader then records `emptied`, and the owner's next copy waits for that. So neit
 the block can be lent again as soon as the reader has released it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -38,7 +36,7 @@ class Piece:
 
     __slots__ = ("_pool", "busy", "memory")
 
-    def __init__(self, pool: Pinned, memory: Tensor) -> None:
+    def __init__(self, pool: "Pinned", memory: Tensor) -> None:
         self.memory = memory
         self.busy: torch.Event | None = None  # after this event the device does not use it
         self._pool = pool
@@ -292,7 +290,7 @@ def sharer() -> Cuda | None:
 
 
 _SALT = secrets.token_hex(8)
-_here: weakref.WeakValueDictionary[int, DeviceBlock] = weakref.WeakValueDictionary()  # blocks of this process
+_here: "weakref.WeakValueDictionary[int, DeviceBlock]" = weakref.WeakValueDictionary()  # blocks of this process
 
 
 def _process() -> str:

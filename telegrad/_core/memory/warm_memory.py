@@ -20,8 +20,6 @@ process may still read it. The end of a tensor may be reported under any lock, s
 (`lending`), which the next call that holds the pool's lock processes (`_collect`).
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

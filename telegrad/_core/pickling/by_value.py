@@ -10,8 +10,6 @@ If that fails too, find the part of the value that cannot be pickled, and name i
 Imported only when needed, which is rare: cloudpickle would make each start slower.
 """
 
-from __future__ import annotations
-
 import abc
 import enum
 import functools

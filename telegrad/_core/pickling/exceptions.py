@@ -11,8 +11,6 @@ bound their work: Python takes 0.2 s and more to format and pickle a text of 64 
 meanwhile.
 """
 
-from __future__ import annotations
-
 import atexit
 import copyreg
 import functools

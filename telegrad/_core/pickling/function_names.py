@@ -5,8 +5,6 @@ follows the path. The sender uses a name only if it leads to this very object in
 given its wrapper the name of the wrapped function, and a name may have been bound again.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib
@@ -175,7 +173,7 @@ def _find_name(function: Any) -> str | None:
     return _other_global(function, module_names[0])
 
 
-def home_of_script(function: torch.jit.ScriptFunction[Any, Any]) -> tuple[str, str]:
+def home_of_script(function: "torch.jit.ScriptFunction[Any, Any]") -> tuple[str, str]:
     *modules, last = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
     return ".".join(modules) or MAIN, last
 

@@ -10,8 +10,6 @@ each name, which grows when the name is bound to another object. A change within
 compares a checksum. `SentGlobals` also finds the globals that share objects, which must arrive together.
 """
 
-from __future__ import annotations
-
 import array
 import ctypes
 import dis

@@ -23,8 +23,6 @@ once. `MainNamespace.make` and `fill` see to it that all of them get one object 
 is bound once for each version.
 """
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import functools

@@ -5,8 +5,6 @@ a spawned child. Code under `if __name__ == "__main__"` does not run there. This
 `telegrad.local` starts its workers before it imports torch.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copyreg

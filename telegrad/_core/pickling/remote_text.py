@@ -11,8 +11,6 @@
 Frames of this package, and of modules that run code on other threads, are omitted; `TELEGRAD_DEBUG=1` keeps them.
 """
 
-from __future__ import annotations
-
 import array
 import asyncio
 import concurrent.futures
@@ -198,7 +196,7 @@ class Text(str):
     def __repr__(self) -> str:
         return with_story(str.__repr__(self), self.story)
 
-    def __reduce__(self) -> tuple[type[Text], tuple[str], dict[str, str]]:
+    def __reduce__(self) -> "tuple[type[Text], tuple[str], dict[str, str]]":
         return Text, (str.__str__(self),), vars(self)
 
 

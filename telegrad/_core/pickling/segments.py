@@ -17,8 +17,6 @@ In one call of C, a value with 256 MB of bytes took 1.2 s and twice the memory a
 0.55 s.
 """
 
-from __future__ import annotations
-
 import ctypes
 import pickle
 from collections.abc import Sequence

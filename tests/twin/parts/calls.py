@@ -5,9 +5,8 @@ from tests.twin.making import ANYWHERE, Maker, part
 
 @part(ANYWHERE, common=True)
 def plain_call(m: Maker) -> None:
-    f = m.fresh("f")
     how = m.choose("(a @ b).tanh()", "a * b + 0.1", "(a - b).sin()", "torch.addmm(a, a, b).tanh()", "a[0] + b * 0.5")
-    m.define(f"def {f}(a, b):\n    return {how}")
+    f = m.function(f"(a, b):\n    return {how}")
     m.gain(m.call(f, m.tensor(), m.tensor()))
 
 

@@ -159,7 +159,6 @@ def {f}(a):
 
 @part(INSIDE, common=True)
 def views_and_writes(m: Maker) -> None:
-    f = m.fresh("f")
     how = m.choose(
         "made[0].mul_(b[0])",
         "made[:, 1] = b[:, 0]",
@@ -172,7 +171,7 @@ def views_and_writes(m: Maker) -> None:
         "made.index_add_(0, torch.tensor([0, 0]), b[:2])",
         "made.masked_fill_(b > 0, 0.5)",
     )
-    m.define(f"def {f}(a, b):\n    made = a * 0.9\n    {how}\n    return made.tanh()")
+    f = m.function(f"(a, b):\n    made = a * 0.9\n    {how}\n    return made.tanh()")
     m.gain(m.call(f, m.tensor(), m.tensor()))
 
 
@@ -261,7 +260,6 @@ def partly_without_gradients(m: Maker) -> None:
 
 @part(INSIDE, common=True)
 def numbers_with_history(m: Maker) -> None:
-    f = m.fresh("f")
     how = m.choose("complex", "float32", "gather", "where", "cat", "einsum", "cumsum", "norm", "solve", "softmax")
     body = {
         "complex": "torch.view_as_real(torch.complex(a, a * 2).exp()).sum(-1).tanh()",
@@ -275,7 +273,7 @@ def numbers_with_history(m: Maker) -> None:
         "solve": "torch.linalg.solve(a + 4 * torch.eye(3, dtype=a.dtype), a)",
         "softmax": "a.softmax(1).log_softmax(0).tanh()",
     }[how]
-    m.define(f"def {f}(a):\n    return {body}")
+    f = m.function(f"(a):\n    return {body}")
     m.gain(m.call(f, m.tensor()))
 
 

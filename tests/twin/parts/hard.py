@@ -195,14 +195,13 @@ def recurrent_and_attention(m: Maker) -> None:
 
 @part(INSIDE)
 def transformed_functions(m: Maker) -> None:
-    f = m.fresh("f")
     how = m.choose(
         "torch.func.vmap(lambda row: row.sin() * row.sum())(a)",
         "torch.func.grad(lambda x: (x ** 3).sum())(a)",
         "torch.func.jvp(torch.tanh, (a,), (a,))[1]",
         "torch.func.vjp(torch.sin, a)[1](a)[0]",
     )
-    m.define(f"def {f}(a):\n    return ({how}).tanh()")
+    f = m.function(f"(a):\n    return ({how}).tanh()")
     m.gain(m.call(f, m.tensor()))
 
 

@@ -67,9 +67,8 @@ def {f}(point, pair, many):
 
 @part(ANYWHERE)
 def arrays(m: Maker) -> None:
-    f = m.fresh("f")
     size = m.choose("(3, 3)", "(200, 100)", "()")
-    m.define(f"def {f}(a):\n    return torch.as_tensor(a * 2), str(a.dtype), a.shape")
+    f = m.function("(a):\n    return torch.as_tensor(a * 2), str(a.dtype), a.shape")
     m.see(m.call(f, f"torch.full({size}, 1.5, dtype=torch.{m.choose('float64', 'float32', 'int16')}).numpy()"))
 
 

@@ -66,7 +66,6 @@ def one_tensor_twice(m: Maker) -> None:
 
 @part(ANYWHERE, common=True)
 def containers(m: Maker) -> None:
-    f = m.fresh("f")
     cls = m.fresh("Pair")
     m.define(
         f"""class {cls}:
@@ -76,7 +75,7 @@ def containers(m: Maker) -> None:
     def turned(self):
         return {cls}(self.b, self.a)"""
     )
-    m.define(f"def {f}(pair, more):\n    return pair.turned(), more, [type(each).__name__ for each in more]")
+    f = m.function("(pair, more):\n    return pair.turned(), more, [type(each).__name__ for each in more]")
     m.see(m.call(f, f"{cls}({m.tensor()}, 'b')", f"[{{1: {m.tensor()}}}, (2, None), b'x', {{3}}, 1j, 2**70, 'é']"))
 
 
