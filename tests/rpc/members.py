@@ -73,6 +73,12 @@ def error_of(function: Callable[..., object], *args: Any, **named: Any) -> tuple
     return None, ""
 
 
+def check_error(told: tuple[type[Exception] | None, str], kind: type[Exception], part: str) -> None:
+    """Check an error as `error_of` has returned it."""
+    assert told[0] is kind, told
+    assert part in told[1], told
+
+
 class Counter:
     """A value that calls change."""
 

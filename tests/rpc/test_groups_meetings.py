@@ -26,7 +26,7 @@ from telegrad._core.worker.current import Worker
 from telegrad.groups import collectives
 from telegrad.groups.collectives import CollectiveArrival, CollectiveManager
 from tests.cluster import PATIENCE, agents_here, group, in_background, processes, run_all, wait_until
-from tests.rpc.members import error_of, join
+from tests.rpc.members import check_error, error_of, join
 
 come: list[str] = []
 
@@ -255,9 +255,7 @@ def test_a_worker_that_dies_before_it_arrives_is_named(victim: int) -> None:
         made[victim].run(rpc.rpc_sync, "worker0", misses, (f"worker{victim}",))  # that one tracks the arrivals
         made[victim].kill()
         for process in others:
-            kind, said = process.end()
-            assert kind is errors.PeerLost
-            assert f"worker 'worker{victim}'" in said
+            check_error(process.end(), errors.PeerLost, f"worker 'worker{victim}'")
 
 
 def meet_a_stopped_worker() -> None:

@@ -20,7 +20,7 @@ from telegrad._core.stores import find_directory
 from telegrad._core.worker import current
 from tests.cluster import PATIENCE, Process, agents, group, in_threads, processes, run_all, takes_less_than, wait_until
 from tests.rpc import members
-from tests.rpc.members import call, error_of, is_quiet, line_with, names, next_event, wait_for_lines
+from tests.rpc.members import call, check_error, error_of, is_quiet, line_with, names, next_event, wait_for_lines
 from tests.rpc.test_reference_faults import hold_remote, use_held
 
 SILENCE = 3.0
@@ -100,9 +100,8 @@ def test_a_stopped_worker_is_lost_with_its_lease_and_ends(five: list[Process], t
         assert calls[-1][0] is not None
         calls.append(stopped.run(error_of, call, "w0"))
     assert calls[-1][0] is errors.PeerLost
-    kind, text = stopped.run(error_of, rpc.wait_for_workers, 9)
-    assert (kind, "declared lost" in text) == (errors.PeerLost, True)
-    kind, text = boss.run(error_of, call, "w4")
+    check_error(stopped.run(error_of, rpc.wait_for_workers, 9), errors.PeerLost, "declared lost")
+    kind, _ = boss.run(error_of, call, "w4")
     assert kind in (errors.UnknownWorker, errors.PeerLost)
     for process in five[:4]:
         assert process.run(view) == ["w0", "w1", "w2", "w3"]
@@ -124,9 +123,7 @@ def error_of_ending_while_declared_lost(end: Callable[[], None]) -> tuple[type[E
 def test_shutdown_and_serve_of_a_worker_declared_lost_raise(tcp: str, end: Callable[[], None]) -> None:
     with processes(1) as (process,):
         process.run(join, tcp, 0)
-        kind, text = process.run(error_of_ending_while_declared_lost, end)
-        assert kind is errors.PeerLost
-        assert "declared lost (a test)" in text
+        check_error(process.run(error_of_ending_while_declared_lost, end), errors.PeerLost, "declared lost (a test)")
 
 
 def test_a_worker_that_was_stopped_for_less_than_its_lease_goes_on(five: list[Process]) -> None:

@@ -24,7 +24,7 @@ from telegrad._core.stores.find_directory import POINTER, DirectoryMonitor
 from telegrad._core.stores.sealed_store import OPEN, SERVED, KeyValueStore, SealedStore
 from telegrad._core.worker import current
 from tests.cluster import PATIENCE, Process, agents_here, free_port, group, processes, run_all, wait_until
-from tests.rpc.members import account, call, error_of, is_quiet, join, line_with, names, next_event
+from tests.rpc.members import account, call, check_error, error_of, is_quiet, join, line_with, names, next_event
 
 
 @pytest.fixture(params=["tcp", pytest.param("file", marks=pytest.mark.nightly)])
@@ -123,11 +123,10 @@ def test_callbacks_of_a_fixed_group_report_losses_and_their_reasons() -> None:
 def test_wait_for_workers_waits_for_names_or_a_number(where: str) -> None:
     with processes(3) as made:
         made[0].run(join, "boss", where, 0)
-        kind, text = made[0].run(error_of, partial(rpc.wait_for_workers, role="r"), ["x", "boss"], 0.1)
-        assert (kind, "role needs a number of workers" in text) == (errors.InvalidArgument, True)
-        kind, text = made[0].run(error_of, rpc.wait_for_workers, ["x", "boss"], 0.1)
-        assert kind is errors.CallTimeout
-        assert "'x' missing; the group has boss" in text
+        told = made[0].run(error_of, partial(rpc.wait_for_workers, role="r"), ["x", "boss"], 0.1)
+        check_error(told, errors.InvalidArgument, "role needs a number of workers")
+        told = made[0].run(error_of, rpc.wait_for_workers, ["x", "boss"], 0.1)
+        check_error(told, errors.CallTimeout, "'x' missing; the group has boss")
         made[0].begin(rpc.wait_for_workers, 3, PATIENCE)
         for process, name in zip(made[1:], "xy", strict=True):
             process.run(join, name, where)
@@ -173,9 +172,7 @@ def test_serving_ends_when_a_required_worker_dies(tcp: str) -> None:
         wait_until(lambda: boss.run(names) == ["boss", "x"])
         assert boss.run(call, "x") == 3
         boss.kill()
-        kind, text = x.end()
-        assert kind is errors.PeerLost
-        assert "'boss' was lost" in text
+        check_error(x.end(), errors.PeerLost, "'boss' was lost")
 
 
 def wait_until_serving() -> None:
@@ -224,9 +221,7 @@ def test_serving_fails_if_rank_0_ends_without_shutdown(tcp: str) -> None:
             boss.run(call, f"w{len(required)}", wait_until_serving, ())
         boss.run(lambda: current.here().end_with_the_program())
         for process in servers:
-            kind, text = process.end()
-            assert kind is errors.PeerLost
-            assert "'boss' was lost" in text
+            check_error(process.end(), errors.PeerLost, "'boss' was lost")
         assert [y.run(next_event)[:2] for _ in range(4)][-1] == ("lost", "boss")
 
 
@@ -249,9 +244,7 @@ def test_a_worker_that_died_before_it_was_seen_in_the_directory_is_lost(tcp: str
 
 
 def test_stop_serving_is_for_dynamic_groups(workers: list[Process]) -> None:
-    kind, text = workers[0].run(error_of, call, "worker1", rpc.stop_serving, ())
-    assert kind is errors.UsageError
-    assert "fixed size" in text
+    check_error(workers[0].run(error_of, call, "worker1", rpc.stop_serving, ()), errors.UsageError, "fixed size")
 
 
 # The store
