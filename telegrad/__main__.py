@@ -12,8 +12,6 @@ python -m telegrad --version
 python -m telegrad --help
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Every exception that Telegrad raises. Their tree is on the page of the reference, `docs/reference/errors.rst`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -3,8 +3,6 @@
 The message names the parameter, says what it may be, and shows the value in at most SHOWN characters.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import reprlib

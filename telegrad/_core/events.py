@@ -11,8 +11,6 @@ listener between two loads. An event is a tuple: its kind, two times of `perf_co
 texts, never users' values, because it outlives them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

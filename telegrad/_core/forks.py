@@ -22,8 +22,6 @@ The functions in the child run in the order in which modules were imported. That
 `_count`, which records the stack, and `current.forget`, which disables objects and needs that record, after both.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dis

@@ -41,8 +41,6 @@ C function was called. `with` (`BEFORE_WITH`) does not check between a C `__ente
 atomic even in user code.
 """
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import dis

@@ -5,8 +5,6 @@ The memory is that of the machine, or less if a container limits it. The size of
 file descriptor. Errors for lack of either are recognized here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -4,8 +4,6 @@ Of all hosts, only IPv6 addresses contain colons. Choosing an own address sends 
 only queries the routing table.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """Threads of this package, and a lock that refuses reentry."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

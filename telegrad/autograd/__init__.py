@@ -1,7 +1,5 @@
 """Backward passes across workers: `telegrad.autograd`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from typing import Any, Protocol

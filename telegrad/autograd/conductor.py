@@ -14,8 +14,6 @@ Once a pass has begun at a worker, it knows no tensors that the worker sends lat
 have others send some. So if several workers have roots, none of them begins before the values of all roots exist.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

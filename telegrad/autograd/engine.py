@@ -18,8 +18,6 @@ The graph needs nothing but nodes and edges for that, with these additions:
   called again: it is in `_told`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet

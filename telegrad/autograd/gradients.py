@@ -24,8 +24,6 @@ The FSDP names used here are private. If a version of torch lacks one, no module
 callback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

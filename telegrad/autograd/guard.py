@@ -21,8 +21,6 @@ A hook on several tensors asks which nodes the engine will run, and waits for th
 for one part of the graph after another, so a node outside of the current part may be in a later one.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import traceback

@@ -8,8 +8,6 @@ refuse to run here: a node to which only None arrives, or a reentrant checkpoint
 difference, so each of these steps follows the engine, including its errors.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

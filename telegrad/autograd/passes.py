@@ -25,8 +25,6 @@ the context has not ended, the worker cannot know, and does not run the step. At
 where the step ran, and the object that supplied it handles the other workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

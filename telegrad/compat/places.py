@@ -1,7 +1,5 @@
 """Telegrad's modules, by the names of the torch modules that they replace."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from importlib import import_module

@@ -9,8 +9,6 @@ own code runs when another attribute is accessed. It is then imported again norm
 This file does not import torch.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import sys

@@ -3,8 +3,6 @@
 The gateway writes 64-bit numbers as strings and bytes in base64, and omits fields that are zero.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

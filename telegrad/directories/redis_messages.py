@@ -14,8 +14,6 @@ Other programs can write to the keys of a group, so a reply may contain anything
 written raises RedisMalformed, which names the key.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import urllib.parse

@@ -1,7 +1,5 @@
 """The calls to a group of workers, and its collective operations."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack, overload

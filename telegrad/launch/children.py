@@ -1,8 +1,6 @@
 """Child processes and their output: it is split into lines, and written to this program's own streams, prefixed with
 names, and to one file for each process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

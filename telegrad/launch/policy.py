@@ -20,8 +20,6 @@ Events take the current time and return actions. `due` is when to call `look`; `
 ended. There is no I/O and no clock here, so `tests/supervision/test_policy.py` can simulate thousands of runs.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections import deque
 from collections.abc import Iterable, Mapping

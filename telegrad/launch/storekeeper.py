@@ -4,8 +4,6 @@ It reads lines from its standard input: `+PID` and `-PID` for process groups tha
 has ended, and `key FOLDER` for a folder to remove at the end. At the end of the input, the supervisor has ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -8,8 +8,6 @@ children. The store is served by a separate process (`storekeeper`), because it 
 policy. Reads from the pipes do not block.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -7,8 +7,6 @@ command: the starter. It receives the arguments and the descriptors of each work
 and the exit code of each process by a pipe. It ends with the last worker, or as soon as the socket is closed.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import contextlib

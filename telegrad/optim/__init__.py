@@ -1,7 +1,5 @@
 """Optimizers for parameters on several workers: `telegrad.optim`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ The pass carries a request to the optimizer's part on each owner that it reaches
 gradients for clipping. `step` then calls only the owners that the pass has not reached.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """An optimizer for parameters on several workers. It keeps the hyperparameters; the owners of the parameters step."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import secrets

@@ -6,8 +6,6 @@ methods call the methods themselves, and `step_of` calls the function inside of 
 another one's wrapper is used unchanged; `may_import` identifies it.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

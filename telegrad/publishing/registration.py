@@ -8,8 +8,6 @@ a lease. The process ends once rank 0 has left and no lease is left.
 If the registration of a worker has ended, because its lease was not renewed in time, the worker registers again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

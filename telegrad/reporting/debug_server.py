@@ -10,8 +10,6 @@ side before it reads or sends anything. A worker answers its own user and root. 
 their name, which must be its own user unless it runs as root. Responses are limited in size and time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -6,8 +6,6 @@ user. Old files are removed. On SIGUSR2, unless the program uses that signal, th
 well. That works even while a thread holds the interpreter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import itertools

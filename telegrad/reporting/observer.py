@@ -1,7 +1,5 @@
 """Collect the state of one worker from its parts."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

@@ -1,8 +1,6 @@
 """The state of this process: its threads, and the lines of the user's program that they execute; the latest events of
 its workers, and what it has logged."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import inspect

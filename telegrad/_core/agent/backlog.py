@@ -20,8 +20,6 @@ Only connections over which other workers call are read slowly. Answers to this 
 connections, so two workers that call each other cannot deadlock here.
 """
 
-from __future__ import annotations
-
 import contextlib
 from math import inf
 from time import monotonic

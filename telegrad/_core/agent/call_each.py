@@ -7,8 +7,6 @@ host. Data that is specific to a worker is made for each: references, autograd r
 All messages are sent before any wait. Each call has its own outcome: an unreachable worker does not affect the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from itertools import compress

@@ -1,7 +1,5 @@
 """The connections of one worker: outgoing ones for its calls, and accepted ones for calls of other workers."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import secrets

@@ -5,8 +5,6 @@ process's state, so a busy process is never considered silent. From other hosts 
 `heartbeat` option requests them. A process that is busy for longer and lets no other thread run also counts as silent.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterable

@@ -5,8 +5,6 @@ unpickles the arguments and can take long. A thread that may run user code does 
 adds the call to `Caller.ordered`, and submits a work that opens the first call there.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from asyncio import CancelledError

@@ -3,8 +3,6 @@
 `torch.compile` breaks its graph at a remote call, and does not compile the code that the call runs.
 """
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature

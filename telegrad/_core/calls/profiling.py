@@ -4,8 +4,6 @@ A follower, such as a tracer, wraps calls at the caller and at the callee. Its n
 calls (see `call_context`) and let it connect the two sides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial

@@ -1,7 +1,5 @@
 """Options of `init_rpc`: those of the documented API, and Telegrad's own; and the timeouts of single calls."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

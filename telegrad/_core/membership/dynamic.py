@@ -9,8 +9,6 @@ still valid, or the worker learns that it was declared lost. Then its life is ov
 name: its program ends, or joins again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -9,8 +9,6 @@ without leases. The key of a worker that waits for the next generation has that 
 dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

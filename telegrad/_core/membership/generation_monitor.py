@@ -5,8 +5,6 @@ others, it checks for workers of this generation that wait for the next one: the
 were declared lost, and the message has not arrived here.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

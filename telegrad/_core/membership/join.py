@@ -11,8 +11,6 @@ process that happened to start it. Ray restarts it if it was killed. Its directo
 the actor finds that by a note (`find_directory.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ Also the end of a worker that only serves, the interface of an agent that its gr
 send by it.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import deque

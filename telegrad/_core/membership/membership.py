@@ -10,8 +10,6 @@ silent or unreachable member may be alive, and reachable for others: the directo
 member ends. Each worker keeps a connection to the next one by rank, so some worker notices at once when a process dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

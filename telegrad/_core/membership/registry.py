@@ -18,8 +18,6 @@ each watcher sees how a member has gone. A lease that ends without either was no
 A member that sees the end of its own life must end, because another may have its name already.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

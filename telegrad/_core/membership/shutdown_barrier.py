@@ -21,8 +21,6 @@ Missing. Who also asks for all that may have been lost with a connection: a lead
 worker in shutdown answers Entered.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

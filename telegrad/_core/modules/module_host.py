@@ -1,7 +1,5 @@
 """The owner of a `RemoteModule`: its place, as users write it, and functions that run there for the handles."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """The parts of a model that is spread over workers: modules and parameters, and their owners."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 

@@ -1,7 +1,5 @@
 """A module on another worker, used like a local one."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ the leader, and ends calls that have timed out. The event loop of asyncio runs t
 workers call.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -14,8 +14,6 @@ The leader takes one work of each caller in turn (`scheduler`), and polls all co
 caller that sends without end delays the others by no more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -12,8 +12,6 @@ sends a thousand calls at once does not delay the one call of another. Rules for
 5. A queue that is held up gets no slot, because its caller does not read the answers to earlier calls.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from typing import Any

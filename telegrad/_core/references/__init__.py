@@ -6,8 +6,6 @@ control messages to each other worker, which are delivered exactly once.
 No data classes: creating one at import takes longer than creating a thousand records.
 """
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
 

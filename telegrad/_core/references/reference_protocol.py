@@ -42,8 +42,6 @@ report an error.
 # caller holds the lock of `ReferenceTable` during each method. Only `shares` and the fields of one share are also read
 # without it.
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ The process keeps the directory and the size limits. A launcher that restarts th
 the members of a generation, and the process ends with it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib

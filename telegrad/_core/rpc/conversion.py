@@ -11,8 +11,6 @@ Values and references are converted according to the annotations of the callee:
 A parameter without an annotation, or with one that fits both, gets the argument unchanged.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import operator

@@ -12,8 +12,6 @@ caller's floor: an unknown call with that number or a lower one may have run, an
 left, its answers are dropped and its calls no longer run. If it returns, calls that have not come before run again.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

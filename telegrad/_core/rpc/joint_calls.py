@@ -5,8 +5,6 @@ its steps. The caller periodically requests the count, with a call that needs no
 answer, and a hanging one answers with the same count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Mapping

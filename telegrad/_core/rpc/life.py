@@ -1,7 +1,5 @@
 """The functions of the API about the group: how a worker joins, serves and leaves; the workers of the group."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection
 from functools import partial

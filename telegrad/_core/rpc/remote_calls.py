@@ -1,7 +1,5 @@
 """The functions of the API for remote calls."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, TypedDict, TypeVar, TypeVarTuple, Unpack, overload

@@ -4,8 +4,6 @@ The failed calls to one worker are retried together: `due` returns the worker af
 its calls waits. A call that may have run also waits for its own backoff time.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar

@@ -26,8 +26,6 @@ the two, unless one end no longer supports that. All else may change with the ve
 others.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import struct

@@ -31,8 +31,6 @@ ends the connection.
 ciphertext. `RecordReader` decrypts a record directly into its final memory if it fits. Neither does any I/O.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import secrets

@@ -1,7 +1,5 @@
 """TLS between workers: both ends present a certificate signed by the group's authority."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import socket

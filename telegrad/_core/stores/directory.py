@@ -24,8 +24,6 @@ Keys are text of 1 to KEY_BYTES bytes in UTF-8 without null characters; values a
 `check_key` and `check_value` refuse others in every engine, as `check_ttl` does for leases.
 """
 
-from __future__ import annotations
-
 from math import isfinite
 from typing import NamedTuple, Protocol
 

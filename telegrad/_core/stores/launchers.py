@@ -9,8 +9,6 @@ MASTER_ADDR and MASTER_PORT always have priority. Without them, the host of rank
 or this one if it runs no others. The port is computed from the variables that differ between its runs.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Callable, Mapping

@@ -15,8 +15,6 @@ Limits. Each resource is limited in total. The keys of each client are limited a
 writing cannot block the others. A key counts for the client that wrote it last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 import json

@@ -13,8 +13,6 @@ file's lock while it holds the GIL. So `FileStore` here locks only for writes, a
 torch's stores that `SealedStore` calls.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import logging

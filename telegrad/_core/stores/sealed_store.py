@@ -14,8 +14,6 @@ In a directory such as etcd or Redis, the seal has no serial number: a program t
 that was replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import itertools

@@ -8,8 +8,6 @@ The store of a dynamic or elastic group contains the address of the group's dire
 whose directory is etcd or Redis has no store.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib
 import os

@@ -17,8 +17,6 @@ blocked callee always has items for the reader, or will be notified. This holds 
 same weight for an item (`generator_runs.weight_of`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any, Generic, NamedTuple, TypeVar
 

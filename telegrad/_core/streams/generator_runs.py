@@ -6,8 +6,6 @@ Tensors are copied, since they are sent perhaps much later, and torch counts no 
 optimizers, or to inference tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterator, Sequence
 from functools import partial
 from types import CoroutineType

@@ -10,8 +10,6 @@ held while a call is made, which may block, or cancelled, which completes that c
 of the long call takes the lock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

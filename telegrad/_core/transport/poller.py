@@ -3,8 +3,6 @@
 A `Poller` waits for many connections, `wait_readable` for one. A `Waker` ends the sleep of a thread in `wait_readable`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import selectors

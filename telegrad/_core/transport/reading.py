@@ -17,8 +17,6 @@ a thread that waits for one answer may read those of others, and a thread that f
 to read on, or to pass the right on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum

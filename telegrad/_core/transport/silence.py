@@ -8,8 +8,6 @@ A late check proves nothing about the time before it: this worker itself did not
 terminal has stopped all workers together. The time counts from that check.
 """
 
-from __future__ import annotations
-
 from math import inf
 
 WHILE_HEARD, WHILE_QUIET = 1 / 3, 1 / 20  # of the limit: the pause between checks

@@ -1,7 +1,5 @@
 """Writes an outbox to a socket: as much as it accepts now, the rest when it is writable again."""
 
-from __future__ import annotations
-
 import array
 import itertools
 import socket

@@ -30,8 +30,6 @@ touched before data arrives. If the allocation fails, the connection ends; for b
 fails.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

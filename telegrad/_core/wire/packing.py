@@ -8,8 +8,6 @@ leaf is described by `(dtype, shape, flags, memory)`, and also by `offset, strid
 bytes themselves, the number of a blob, or `~number` of bytes that several leaves share.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import pickle

@@ -13,8 +13,6 @@ may have set a default one. Operators are avoided where a mode may intercept the
 FakeTensorMode a new tensor has no memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import mmap

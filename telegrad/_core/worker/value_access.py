@@ -3,8 +3,6 @@
 A call that uses a reference sends its id only; the caller holds the handle until the answer, so nothing is counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar

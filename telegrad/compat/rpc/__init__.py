@@ -1,7 +1,5 @@
 """`torch.distributed.rpc`."""
 
-from __future__ import annotations
-
 import logging
 import numbers
 import os

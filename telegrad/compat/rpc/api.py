@@ -4,8 +4,6 @@ Programs and tests replace some of these functions to observe calls, so the func
 module.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -3,8 +3,6 @@
 The agent that a backend returns has the interface that programs for torch use.
 """
 
-from __future__ import annotations
-
 import enum
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """RRef with the undocumented interface of torch's RRef that programs use, and the pickler, which refuses references."""
 
-from __future__ import annotations
-
 import enum
 import time
 from collections.abc import Callable, Sequence
