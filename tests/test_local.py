@@ -115,6 +115,41 @@ def test_a_local_group_lives_and_ends_with_its_program(tmp_path: pathlib.Path) -
     assert ran.stderr == ""
 
 
+ENDED_TWICE = """
+import threading
+import telegrad
+import telegrad.rpc as rpc
+from telegrad import errors
+
+def hold(seconds):
+    threading.Event().wait(seconds)
+
+if __name__ == "__main__":
+    for graceful in (True, False):
+        group = telegrad.local(1)
+        try:
+            rpc.rpc_async("worker0", int).then(lambda _: group.shutdown()).wait()
+        except errors.UsageError as error:
+            print(str(error).partition(" was ")[0])
+        assert rpc.rpc_sync("worker0", int) == 0  # the refusal has changed nothing
+        call = rpc.rpc_async("worker0", hold, (1 if graceful else 60,))
+        waits = threading.Thread(target=group.shutdown)
+        waits.start()
+        while not group._closed:
+            pass
+        group.shutdown(graceful)
+        ended = call.done(), [worker.process.returncode for worker in group._workers]
+        waits.join(10)
+        print(*ended, waits.is_alive())
+"""
+
+
+def test_concurrent_ends_of_a_group_return_together_and_one_may_force_it(tmp_path: pathlib.Path) -> None:
+    ran = run(ENDED_TWICE, tmp_path)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout == 2 * "group.shutdown()\nTrue [0] False\n"
+
+
 INTERRUPTED = """
 import os, signal, threading
 import telegrad
@@ -627,7 +662,8 @@ def test_ends_of_workers_are_logged_from_the_moment_the_group_has_formed(
     join = local.LocalGroup._join
     monkeypatch.setattr(local.LocalGroup, "_join", joins)
     monkeypatch.setattr(workers, "enter_group", enter)
-    monkeypatch.setattr(workers, "current", SimpleNamespace(worker=SimpleNamespace(agent=agent)))
+    worker = SimpleNamespace(agent=agent, shutdown=lambda *_: None)
+    monkeypatch.setattr(workers, "current", SimpleNamespace(worker=worker, leave=lambda _: None))
     group = telegrad.local(3)
     lost = [f"worker 'worker{number}' ended with signal SIGKILL" for number in range(3)]
     try:

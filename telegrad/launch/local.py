@@ -98,6 +98,8 @@ class LocalGroup:
         self._early: list[tuple[_Worker, int]] = []
         self._store: Any = None
         self._formed = self._closed = False
+        self._ending = threading.RLock()  # held by the thread that ends the processes of the workers
+        self._has_ended = False
         self.key: bytes = new_key()
         self._workers: list[_Worker] = []
         self._starter: Starter | None = None
@@ -169,11 +171,12 @@ class LocalGroup:
             ),
         )
         assert current.worker is not None
-        current.worker.group_ends = True
+        self._worker = current.worker
+        self._worker.group_ends = True
         # From here on `_ended` logs a loss instead of calling the group off. It reads `_agent` without the lock, after
         # it has seen `_formed` under it.
         with self._lock:
-            self._agent, self._formed, self._store = current.worker.agent, True, None
+            self._agent, self._formed, self._store = self._worker.agent, True, None
         self._agent.word_losses(self._loss)
         # A worker may end between its join and the store to `_formed`. That does not make `enter_group` fail.
         for worker, code in self._early:
@@ -219,29 +222,38 @@ class LocalGroup:
         return why
 
     def shutdown(self, graceful: bool = True) -> None:
-        """End the group. A second call does nothing.
+        """End the group, and return once it has ended. A later call does nothing.
 
         Args:
-            graceful: wait until no call is in flight; otherwise end the workers at once.
+            graceful: wait until no call is in flight; otherwise end the workers at once. That also ends the wait of
+                another thread in this method.
+
+        Raises:
+            UsageError: a remote call, or a callback of one, calls it with `graceful`: it would wait for itself.
         """
         flag("graceful", graceful)
-        if self._closed:
+        if self._has_ended:
             return
-        self._closed = True
-        atexit.unregister(self._at_exit)
-        from telegrad import rpc
         from telegrad.ext.calls import fold
+        from telegrad.ext.workers import current
 
+        if graceful and not self._agent.closed and self._agent.serves_here():
+            raise UsageError(
+                f"group.shutdown() was called on worker {self.driver!r} by a remote call or by a callback, and would "
+                "wait for itself. Call it at the end of the main program; group.shutdown(graceful=False) ends the "
+                "workers at once"
+            )
+        self._closed = True
         try:
             if not graceful:
                 self._agent.begin_close()
                 self._ask_to_end()  # before they lose this process, whose end is the reason then
-            if not self._agent.closed:  # else the program has left itself
-                rpc.shutdown(graceful)
+            self._worker.shutdown(graceful, 0)  # returns at once if the program, or another thread, has left already
         except BaseException as error:
             fold(error)
             raise
         finally:
+            current.leave(self._worker)
             self._end_workers()
 
     def _ask_to_end(self) -> None:
@@ -255,8 +267,15 @@ class LocalGroup:
 
     @uninterrupted
     def _end_workers(self) -> None:
+        with self._ending:
+            if not self._has_ended:
+                self._end_processes()
+                self._has_ended = True
+
+    def _end_processes(self) -> None:
         self._closed = True
         programs.hosts = False
+        atexit.unregister(self._at_exit)
         self._ask_to_end()
         with self._wait(lambda: f"{quoted(self._living())} still running") as wait:
             # All workers share the time of each step, so the end takes limited time whatever their number.
@@ -326,7 +345,7 @@ def _disown_workers() -> None:
     # program would keep the workers alive. The child must not end the group at its exit either.
     for group in list(_groups):
         atexit.unregister(group._at_exit)
-        group._closed = True
+        group._closed = group._has_ended = True
         for worker in group._workers:
             worker.close_input()
         if group._starter is not None:

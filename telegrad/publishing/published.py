@@ -92,6 +92,7 @@ def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
 
     Raises:
         NotPublished: no value was published in time.
+        ShutDown: another thread, or a signal handler, has called `shutdown`.
         RendezvousError: the group's directory did not report the owner in time.
         PeerLost: in a group that is not dynamic, the worker of rank 0, which keeps the directory, has already left.
         InvalidArgument: the name is invalid.

@@ -103,6 +103,7 @@ class Registration:
         Raises:
             DirectoryLost: registration took longer than `limit` seconds (0 for no limit).
             PeerLost: the worker that would keep the directory has left.
+            ShutDown: this worker leaves.
         """
         joining = self._begin()
         if not self._agent.wait_for(joining, limit or -1):
@@ -309,8 +310,10 @@ class Registration:
         """End the registration, because this worker leaves its group."""
         with self._lock:
             self._is_closed = True
-            group, keeping = self._group, self._keeping
+            joining, group, keeping = self._joining, self._group, self._keeping
             self._joining = self._group = self._keeping = None
+        if joining is not None:  # the thread that completes it may take seconds to start the directory
+            joining.set_exception(ShutDown(f"worker {self._worker.me.name!r} shut down"))
         if group is not None:
             group.leave()
         if keeping is not None:

@@ -92,7 +92,7 @@ def place() -> Iterator[Place]:
     made.over = True
     made.engine.kill()
     for held in made.made:
-        held._over.set()  # as if its process was over: its lease is not renewed any more
+        held.over.set()  # as if its process was over: its lease is not renewed any more
 
 
 def names(formed: Formed) -> list[str]:

@@ -30,8 +30,8 @@ from tests.cluster import group as processes_of_group
 begun, may_end = threading.Event(), threading.Event()
 
 
-class Slept(threading.Event):
-    """An event that records the timeout of each wait."""
+class Slept(threading.Condition):
+    """A condition that records the timeout of each wait."""
 
     def __init__(self) -> None:
         super().__init__()

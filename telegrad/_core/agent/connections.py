@@ -138,9 +138,9 @@ class Connections:
         return self._begun + sum(peer.calls.begun for peer in list(self._peers.values()))
 
     def check_open(self) -> None:
-        """Raise ShutDown, or the loss that ended this worker, if it has left its group."""
-        if self.closed:
-            raise fresh(self.over or ShutDown(f"worker {self.joined.me.name!r} shut down"))
+        """Raise ShutDown, or the loss that ended this worker, if it has left its group or is about to."""
+        if self.over is not None:
+            raise fresh(self.over)
 
     # Outgoing
 
@@ -363,7 +363,7 @@ class Connections:
             part(link, reason, SILENT)
 
     def tell_lost(self, who: Identity, reason: PeerError) -> None:
-        if not self.closed:
+        if self.over is None:  # else this worker leaves
             if (note := events.note) is not None:
                 note((events.LOST, now := perf_counter(), now, who.name, str(reason)))
             if isinstance(reason, PeerLost):

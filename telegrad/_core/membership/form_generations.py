@@ -94,7 +94,7 @@ class DirectoryLease:
         self._meeting: RendezvousStore | None = None
         self.found: Found | None = None  # the directory
         self.lease = Lease(0, ttl, 0.0)  # no lock: replaced as a whole
-        self._over = threading.Event()
+        self.over = threading.Event()  # set by `close`
         self._thread = Background("telegrad-lease", self._main)
 
     def meet(self, timeout: float) -> RendezvousStore:
@@ -130,7 +130,7 @@ class DirectoryLease:
             self.lease = self.directory.grant(self._ttl)
 
     def _main(self) -> None:
-        while not self._over.wait(min(self._ttl / RENEWALS, LONGEST_WAIT)):
+        while not self.over.wait(min(self._ttl / RENEWALS, LONGEST_WAIT)):
             try:
                 self.renew()
             except TelegradError:  # retried later
@@ -177,7 +177,7 @@ class DirectoryLease:
         with self._lock:
             meeting, self._meeting = self._meeting, None
             found, self.found = self.found, None
-        self._over.set()
+        self.over.set()
         if meeting is None or found is None:
             return
         # If the directory does not answer, the lease expires.
@@ -293,7 +293,7 @@ class _Joining:
                         self._held.renew()
                 except DirectoryLost as error:
                     self._wait.what, self._lost = self._what, f"the directory of the group does not answer: {error}"
-                    if monotonic() > self._until:
+                    if monotonic() > self._until or self._held.over.is_set():
                         raise
                     self._held.restart()
                     sleep(PROBE_PAUSE)

@@ -26,7 +26,7 @@ from telegrad._core.membership.generations import (
     Letter,
     Message,
 )
-from telegrad._core.membership.leaving import MessageQueue, MessageSender
+from telegrad._core.membership.leaving import LEAVES, MessageQueue, MessageSender
 from telegrad._core.membership.members import Identity, Member, listed
 from telegrad._core.stores.directory import Directory
 from telegrad._core.texts import Wait
@@ -108,15 +108,16 @@ class GenerationMonitor:
         return told
 
     def serve(self) -> str:
-        while (told := self._told(threading.TIMEOUT_MAX)) == "":
-            pass
-        return told
+        """Wait for the decision; it is FINISH if another thread leaves the group."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._steps.told or self._left())
+            return FINISH if self._left() else self._steps.told
 
     def _told(self, timeout: float, left: Callable[[], bool] = lambda: False) -> str:
         with self._changed:
             self._changed.wait_for(lambda: self._steps.told or left(), timeout)
             if left():
-                raise ShutDown(f"worker {self._me.name!r} leaves its group: another thread has called rpc.shutdown()")
+                raise ShutDown(LEAVES.format(self._me.name))
             return self._steps.told
 
     def _left(self) -> bool:

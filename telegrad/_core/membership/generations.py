@@ -331,8 +331,8 @@ class GenerationBarrier:
         return self._how == HERE and not self.told
 
     def stand(self, how: str) -> list[Letter]:
-        """Set and report the state of this worker."""
-        self._how = how
+        """Set and report the state of this worker; it stays at LEAVING."""
+        self._how = LEAVING if self.leaves else how
         if self.told == STAY:
             self.told = ""
         return self._say()

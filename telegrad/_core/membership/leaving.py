@@ -23,6 +23,7 @@ from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSil
 
 BROKEN = 2.0  # seconds for which handshakes with a worker may fail without any message of it
 ASK_AHEAD = 0.2  # seconds to ask the leader before the awaited workers are printed, or a timeout names them
+LEAVES = "worker {!r} leaves its group: this process has called rpc.shutdown()"
 FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between checks if this worker is quiet, while that is needed
 
 log = logging.getLogger("telegrad")
@@ -108,20 +109,24 @@ class Leaving:
         self._me = me
         self._has_asked = False  # which workers are missing, since they were last printed
         self._begun: int | None = None  # the calls of this worker so far, when only calls began to delay the end
-        self._changed = threading.Event()  # wakes the thread in `wait`
+        self._is_over = False  # set once
+        self._changed = threading.Condition()  # wakes the threads in `wait`; guards changes of _changes
+        self._changes = 0
 
     def wait(self, timeout: float, serving: bool) -> None:
-        """Wait until this worker may leave, with `serving` silently; raise CallTimeout after `timeout` s, if not 0."""
+        """Wait until this worker may leave, or has left; with `serving` silently. Raise CallTimeout after `timeout`
+        seconds, if not 0. Several threads may wait."""
         deadline = monotonic() + timeout if timeout > 0 else inf
-        self._begin()
+        if not self._is_over:
+            self._begin()
         what = "serve" if serving else "shutdown"
 
         def text() -> str:
             return f"{self.awaited()}{self._begun_meanwhile()} (worker {self._me.name!r} continues to serve)"
 
         with Wait(what, text, self.missing, worker=self._me.name, level=logging.INFO) as wait:
-            pause = FIRST_LOOK
-            while not self._over():
+            pause, seen = FIRST_LOOK, self._changes
+            while not (self._is_over or self._over()):
                 left = deadline - monotonic()
                 if left <= 0:
                     left_it = f"worker {self._me.name!r} left the group anyway"
@@ -134,11 +139,12 @@ class Leaving:
                     self._begun = self._post.started
                 if not serving:
                     left = min(left, self._print(wait, left))
-                if self._changed.wait(min(left, pause if looks else threading.TIMEOUT_MAX)):
-                    self._changed.clear()
-                    pause = FIRST_LOOK
-                else:
-                    pause = min(1.5 * pause, LAST_LOOK)
+                with self._changed:
+                    # `seen` was read before the look above, so a change since then ends this wait at once.
+                    if self._changes == seen:
+                        self._changed.wait(min(left, pause if looks else threading.TIMEOUT_MAX))
+                    pause = min(1.5 * pause, LAST_LOOK) if self._changes == seen else FIRST_LOOK
+                    seen = self._changes
 
     def _print(self, wait: Wait, left: float) -> float:
         """Print the awaited workers if it is time; return the seconds until the next call. `left` is until the end."""
@@ -181,7 +187,14 @@ class Leaving:
         """Ask other workers for the names that `missing` returns, and for messages that may be lost."""
 
     def over(self) -> None:
-        """End the wait, because the group ends: the program that started this worker has ended."""
+        """End all waits: this worker leaves, or the program that started it has ended."""
+        self._is_over = True
+        self._look_again()
+
+    def _look_again(self) -> None:
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
 
     def check(self, required: Sequence[Member]) -> None:
         """Raise PeerLost if one of them was lost."""
@@ -227,14 +240,14 @@ class LeavingTogether(Leaving):
         """Remove workers that are in another generation of their group."""
         for id_ in ids:
             self._act(partial(self._farewell.lost, id_, False))
-        self._changed.set()
+        self._look_again()
 
     def ask(self) -> None:
         self._act(self._farewell.ask_who)
 
     def over(self) -> None:
         self._act(self._farewell.over)
-        self._changed.set()
+        super().over()
 
     def missing(self) -> list[str]:
         absent, busy = self._waited_for()
@@ -321,7 +334,7 @@ class LeavingTogether(Leaving):
         with self._lock:
             seen = self._farewell.asked or self._farewell.state == DONE
         if seen:
-            self._changed.set()
+            self._look_again()
 
 
 def _may_live(reason: PeerError, inside: bool) -> bool:

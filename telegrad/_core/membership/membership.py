@@ -20,8 +20,8 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad._core import forks
-from telegrad._core.membership.dynamic import UNUSABLE, DynamicGroup
-from telegrad._core.membership.leaving import MessageSender, ServeState
+from telegrad._core.membership.dynamic import HAS_LEFT, UNUSABLE, DynamicGroup
+from telegrad._core.membership.leaving import LEAVES, MessageSender, ServeState
 from telegrad._core.membership.members import (
     Identity,
     Member,
@@ -134,6 +134,7 @@ class Membership:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self.serving.ended.set()
         self._teller.close()
         self._wake.set()
         self._watch.join(PATIENCE)
@@ -164,7 +165,8 @@ class Membership:
 
     def wait_for(self, wanted: int | Collection[str], timeout: float, role: str = "") -> list[WorkerInfo]:
         """Wait until as many workers as wanted (of that role if given), or workers with the wanted names, are present;
-        raise CallTimeout if they did not join in time, PeerLost if they cannot join any more."""
+        raise CallTimeout if they did not join in time, PeerLost if they cannot join any more, ShutDown if this worker
+        leaves."""
         until = monotonic() + timeout if timeout > 0 else float("inf")
         self.refresh()
         with Wait(
@@ -174,9 +176,11 @@ class Membership:
             worker=self._me.name,
         ) as wait:
             while few := self._lack(wanted, role):
-                if self._group is None or self._group.over:
-                    why = self._group.over if self._group is not None else self.none_joins
+                why = self._group.over if self._group is not None else self.none_joins
+                if why not in ("", HAS_LEFT):
                     raise PeerLost(f"wait_for_workers cannot succeed: {few}; {why}")
+                if self._closed:
+                    raise ShutDown(LEAVES.format(self._me.name))
                 left = until - monotonic()
                 if left <= 0:
                     raise CallTimeout(f"wait_for_workers timed out after {timeout:g} s: {few}")
@@ -186,7 +190,7 @@ class Membership:
         return list(self.view().workers)
 
     def wait_for_end(self, required: Sequence[Member]) -> None:
-        """Wait until a dynamic group ends, this worker must stop serving, or a required worker dies."""
+        """Wait until a dynamic group ends, this worker leaves or must stop serving, or a required worker dies."""
         with self._changed:
             self.serving.begin(required, self._gone)
         self._greet(required)

@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from time import sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ from telegrad._core.membership.form_generations import DirectoryLease, JoinReque
 from telegrad._core.membership.generation_monitor import GenerationMonitor
 from telegrad._core.membership.generations import FINISH, HERE, LEAVING, SERVING, STAY, Before, GroupSize
 from telegrad._core.membership.join import find_place, is_alive, join
+from telegrad._core.membership.leaving import LEAVES
 from telegrad._core.membership.members import Member, Members, check_name, check_role, map_errors
 from telegrad._core.pickling import main_program
 from telegrad._core.pickling.main_modules import own_scope
@@ -54,6 +54,8 @@ from telegrad.errors import (
     GenerationOver,
     GroupIncomplete,
     RendezvousError,
+    ShutDown,
+    TelegradError,
     UsageError,
 )
 
@@ -152,6 +154,8 @@ class Elastic:
         self._worker: Worker | None = None  # in the latest generation of this process
         self._has_joined = False  # init_rpc was called, and no step has started since
         self._turning = threading.Lock()  # held by the thread that moves to the next generation, or requests it
+        self._replacing = threading.Lock()  # guards that a worker either is replaced by the next one, or leaves
+        self._leaves = threading.Event()  # this process joins no further generation
 
     def begin(self, before: Before = FIRST, timeout: float = 0) -> Worker:
         """Join the next generation; `before` is the previous one of this process."""
@@ -187,6 +191,7 @@ class Elastic:
         Raises:
             UsageError: another thread does this just now.
             RendezvousError: there is no next generation, or none with this worker, which has left all the same.
+            ShutDown: another thread, or a signal handler, leaves the group.
         """
         if not self._turning.acquire(blocking=False):
             raise UsageError(
@@ -209,17 +214,24 @@ class Elastic:
             worker.membership.close()  # before the others leave this generation, which must not be reported
             turning.close()
             if self._held is None:
-                _await_end(timeout)
+                self._await_end(timeout)
             made = self.begin(before, timeout or inf)
+            # The new worker replaces the old one before that ends, so that the process is a worker at any time.
+            with self._replacing:
+                if not (leaves := self._leaves.is_set()):
+                    current.replace(worker, made)
+            if leaves:
+                made.end("its process left the group as this generation formed")
+                raise ShutDown(LEAVES.format(made.me.name))
         except BaseException as error:
             # The old worker cannot stay: its membership is closed, and the others may be in the next generation.
             worker.end(f"it did not join the next generation of its group: {error!r}")
             current.leave(worker, error)
+            if self._leaves.is_set() and isinstance(error, TelegradError):  # `leave` has closed the directory
+                raise ShutDown(LEAVES.format(worker.me.name)) from error
             raise
-        # The new worker replaces the old one before that ends, so that the process is a worker at any time. `over` is
-        # set before the end, too: uses of the old references then raise GenerationOver, and no error of a lost
-        # connection.
-        current.replace(worker, made)
+        # `over` is set before the end, too: uses of the old references then raise GenerationOver, and no error of a
+        # lost connection.
         over = f"generation {turning.generation.number} of the group has ended; worker {made.me.name!r} is in"
         ended = GenerationOver(
             f"{over} generation {self.generation_of(made).number} now. Create references, modules and optimizers again "
@@ -243,11 +255,22 @@ class Elastic:
                 raise
             if told == FINISH:
                 return worker
-            worker = self._renew(worker, self.options.rpc_timeout)
+            try:
+                worker = self._renew(worker, self.options.rpc_timeout)
+            except ShutDown:
+                if not self._leaves.is_set():
+                    raise
+                return worker
 
-    def leave(self, worker: Worker) -> None:
-        """Announce that the worker leaves together with all others; any that have more to do continue without it."""
-        self.turning_of(worker).stand(LEAVING)
+    def leave(self, graceful: bool) -> Worker:
+        """Join no further generation; return the worker that leaves. With `graceful`, announce that it leaves together
+        with all others; any that have more to do continue without it."""
+        with self._replacing:
+            self._leaves.set()
+            worker = current.joined()
+        if graceful:
+            self.turning_of(worker).stand(LEAVING)
+        return worker
 
     def _ended(self, worker: Worker) -> None:
         """Close the directory as the worker leaves; if the group ends, notify workers that wait for a generation."""
@@ -256,14 +279,13 @@ class Elastic:
         if self._held is not None and worker is self._worker:
             self._held.close(turning.generation if turning.finished and turning.leads else None)
 
-
-def _await_end(timeout: float) -> None:
-    """Block until the launcher ends this process, which it does once it has noticed the loss."""
-    sleep(min(timeout or inf, LONG))
-    raise GroupIncomplete(
-        f"a worker of this generation was lost or left, but within {timeout:g} s the launcher did not restart the "
-        "workers: check its log and its --max-restarts"
-    )
+    def _await_end(self, timeout: float) -> None:
+        """Block until the launcher ends this process, which it does once it has noticed the loss."""
+        self._leaves.wait(min(timeout or inf, LONG))
+        raise GroupIncomplete(
+            f"a worker of this generation was lost or left, but within {timeout:g} s the launcher did not restart the "
+            "workers: check its log and its --max-restarts"
+        )
 
 
 def limits_of(least: int | None, most: int | None, size: int | None) -> GroupSize:

@@ -112,6 +112,8 @@ def shutdown(
 ) -> None:
     """Leave the group, without waiting for workers that died.
 
+    If another thread or a signal handler calls this meanwhile, all return once this worker has left.
+
     Args:
         graceful: wait until every worker has called this and no call is in flight in the group. Otherwise leave at
             once; calls of others to this worker fail.
@@ -141,8 +143,8 @@ def shutdown(
     required = worker.required(require if isinstance(require, bool) else several(require, "require"))
     if graceful:
         check_may_wait(worker, "shutdown")
-        if worker.elastic is not None:
-            worker.elastic.leave(worker)
+    if worker.elastic is not None:
+        worker = worker.elastic.leave(graceful)
     try:
         worker.shutdown(graceful, timeout, required)
     finally:
@@ -166,8 +168,8 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
 
     A group of fixed size ends when all workers have called this or `shutdown`. A dynamic group ends for workers in
     `serve` when rank 0, or the worker that started the group, leaves in order; if its program ends without
-    `shutdown`, and no launcher keeps the directory, that is a PeerLost. `stop_serving` ends it for one worker.
-    Ctrl-C leaves at once.
+    `shutdown`, and no launcher keeps the directory, that is a PeerLost. `stop_serving` ends it for one worker, and so
+    does `shutdown` in a signal handler or on another thread of the worker. Ctrl-C leaves at once.
 
     Args:
         require: workers whose loss ends this worker; `True` means all of a group of fixed size.
@@ -237,7 +239,7 @@ def rendezvous_again(timeout: float = DEFAULT) -> Generation:
         NotInitialized: this process is in no group.
         UsageError: the group is not elastic; a remote call, or a callback of one, calls this; or two threads do.
         GroupIncomplete: too few workers came; this worker is in no group any more.
-        ShutDown: another thread has called `shutdown`.
+        ShutDown: another thread, or a signal handler, has called `shutdown`.
 
     Example:
         >>> rpc.init_rpc("trainer", min_workers=1)
@@ -368,6 +370,7 @@ def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role:
     Raises:
         CallTimeout: the workers have not joined in time; the message lists the missing ones.
         PeerLost: no worker can join any more: the group is of fixed size, has ended, or its store is gone.
+        ShutDown: another thread, or a signal handler, has called `shutdown`.
         UsageError: an argument is wrong; or both a role and names are given.
         NotInitialized: this process is in no group.
 

@@ -40,6 +40,7 @@ from telegrad.errors import (
     CannotRestore,
     ClaimLost,
     InvalidArgument,
+    NotInitialized,
     NotPublished,
     OwnerLost,
     PeerError,
@@ -173,7 +174,8 @@ def wait_for(
     agent: Agent, strategy: RecoveryStrategy, limit: float, about: str, begun: float | None = None
 ) -> RRef[Any]:
     """Return the reference that a strategy finds, once it does. The limit counts from `begun` (monotonic), or from now.
-    Raise NotPublished after `limit` seconds (0 for no limit), or the error of creating the value."""
+    Raise NotPublished after `limit` seconds (0 for no limit), ShutDown if this worker leaves, or the error of creating
+    the value."""
     until = (monotonic() if begun is None else begun) + limit if limit else inf
     why: Exception | None = None
 
@@ -186,9 +188,10 @@ def wait_for(
             try:
                 with Inside(None):  # keeps the value out of the autograd context of its user
                     return strategy.find(0 if left == inf else max(left, PAUSE))
-            except NOT_YET as error:
+            except (*NOT_YET, NotInitialized) as error:
+                agent.check_open()  # this worker has left, which is the reason
                 why = error
-            if agent.closed or left <= PAUSE:
+            if left <= PAUSE:
                 raise NotPublished(f"{about} is not available after {limit:g} s: {why}") from why
             wait.look()
             with agent.waiting():

@@ -113,9 +113,11 @@ class Retries:
         with self.lock:
             waiting = self.queue.close()
         for call in waiting:
-            call.fail(
-                ShutDown(f"worker {self.agent.name!r} shut down while {call.described} was waiting for that worker")
-            )
+            call.fail(self.over(call))
+
+    def over(self, call: RetriedCall) -> ShutDown:
+        """Return the error of a call that waits as this worker leaves."""
+        return ShutDown(f"worker {self.agent.name!r} shut down while {call.described} was waiting for that worker")
 
 
 class RetriedCall:
@@ -227,6 +229,8 @@ class RetriedCall:
 
     def set_exception(self, result: Any) -> None:
         if not self._goes_on(result):
+            if self._policy.waits and self._retries.queue.closed and self._classify(result) is Failure.NOT_RUN:
+                result = self._retries.over(self)  # an attempt has failed as this worker leaves
             # Of a cancelled call, the loss of the worker or of the way to it is reported as the cancellation. A final
             # failure, such as an exception of the function, is reported as it is.
             is_final = not self._cancelled or self._classify(result) is Failure.FINAL

@@ -82,7 +82,7 @@ class RetryQueue(Generic[C]):
 
     def __init__(self) -> None:
         self._targets: dict[str | int, _Target[C]] = {}
-        self._closed = False
+        self.closed = False
 
     @property
     def empty(self) -> bool:
@@ -90,7 +90,7 @@ class RetryQueue(Generic[C]):
 
     def wait(self, call: C, now: float, pause: float = 0.0, why: str = "") -> bool:
         """Queue a call for at least `pause` seconds; return False if this worker leaves."""
-        if self._closed:
+        if self.closed:
             return False
         target = self._targets.setdefault(call.to, _Target(now))
         # The order of `calls` is that of the attempts. A call that has failed again goes to the end, so that it does
@@ -162,7 +162,7 @@ class RetryQueue(Generic[C]):
         return min([*times, *(call.until for call in waiting)], default=inf)
 
     def close(self) -> list[C]:
-        self._closed = True
+        self.closed = True
         waiting = [call for target in self._targets.values() for call, at in target.calls.items() if at < inf]
         self._targets.clear()
         return waiting

@@ -25,7 +25,7 @@ from telegrad._core.membership.membership import Membership
 from telegrad._core.references.handles import Handle
 from telegrad._core.references.reference_table import ReferenceTable
 from telegrad._core.stores.sealed_store import SealRenewal
-from telegrad._core.threads import Here
+from telegrad._core.threads import Here, results
 from telegrad._core.wire.messages import OVER
 from telegrad.autograd import speak_for
 from telegrad.autograd.conductor import Conductor
@@ -68,6 +68,8 @@ class Worker:
         self.group_ends = False  # the group ends with this worker: its program has started the others
         self.turning: GenerationMonitor | None = None  # of an elastic group
         self.elastic: Any = None  # the same: an `elastic.Elastic`, which creates its next generations
+        self._leaves = False  # set once, when `end` begins
+        self._ending = threading.RLock()  # held by the thread that runs `end`
         self._lock = threading.Lock()  # guards changes of _attached
         self._attached: dict[Callable[[Agent], Any], Any] = {}
         _made.add(self)
@@ -120,7 +122,8 @@ class Worker:
         return [self.agent.find(to) for to in require] if serving or self.parting.together else []
 
     def shutdown(self, graceful: bool, timeout: float, required: Sequence[Member] = (), serving: bool = False) -> None:
-        """Leave the group. With `graceful`, first wait until no call is in flight, in a fixed group on any worker.
+        """Leave the group. With `graceful`, first wait until no call is in flight, in a fixed group on any worker, or
+        until another thread, or a signal handler, has left.
 
         Raises:
             CallTimeout: the others did not want to shut down in time; this worker has left all the same.
@@ -129,7 +132,7 @@ class Worker:
         # Told to the others, unless the wait ends in order. An exception leaves it as it is.
         how = "it did not wait for them (graceful=False, a timeout, or an error)"
         try:
-            if graceful:
+            if graceful and not self._leaves:
                 for act in self.before_end:
                     act(timeout)
                 if not serving:
@@ -174,11 +177,22 @@ class Worker:
     def end(self, how: str, *, reason: PeerError | None = None, lost: bool = False) -> None:
         """Leave now. A fixed group gets `how`, unless this worker leaves in order; a dynamic one if it is `lost`.
 
-        Calls in flight here, and later calls, fail for that `reason`.
+        Calls in flight here, and later calls, fail for that `reason`. Of several threads one does this, and the others
+        wait for it, except those that serve calls.
         """
+        # The first thread waits for those that serve calls, such as one whose callback leaves the group.
+        if self._ending.acquire(blocking=not self.agent.serves_here()):
+            try:
+                if not self._leaves:
+                    self._end(how, reason, lost)
+            finally:
+                self._ending.release()
+
+    def _end(self, how: str, reason: PeerError | None, lost: bool) -> None:
+        self._leaves = True
         self.references.log_failures()  # first: calls in flight may fail only because of this end
-        for act in self.at_end:
-            act()
+        self.parting.over()
+        list(results(self.at_end))
         if self.turning is not None:
             self.turning.close()
         # Before the connections end: the membership must not report that as losses of the others.

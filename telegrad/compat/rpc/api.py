@@ -35,7 +35,7 @@ from telegrad.compat.rpc.references import (  # noqa: F401 - programs look for s
     _rref_typeof_on_owner,
     delete_users,
 )
-from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
+from telegrad.errors import CallTimeout, NotInitialized, PeerError, PeerLost, RRefError, UsageError
 
 __all__ = ["AllGatherStates", "PyRRef", "RRef", "get_rpc_timeout", "get_worker_info", "method_factory", "new_method"]
 __all__ += ["remote", "rpc_async", "rpc_sync", "shutdown"]
@@ -348,8 +348,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         PeerLost: another worker died, or ended without calling this; this worker has left all the same.
         RRefError: other workers still hold references to values of this worker; it has left all the same.
     """
+    worker = current.joined()
     if graceful:
-        life.check_may_wait(current.joined(), "shutdown")
+        life.check_may_wait(worker, "shutdown")
     together = graceful and _get_current_rpc_agent().is_static_group
     lost: PeerError | None = None
     leaks, ready = 0, False
@@ -358,15 +359,19 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             try:
                 _wait_all_workers(timeout)
             except PeerError as error:  # one worker has died; the others still leave normally
-                lost = error
+                lost = None if worker.agent.closed else error
             _delete_all_user_and_unforked_owner_rrefs()
             if not (_ignore_rref_leak or lost):
                 leaks = _count_leaks()
                 # All must count before any worker leaves, because the references that it holds end with it.
                 _wait_all_workers(timeout)
         ready = True
+    except (NotInitialized, PeerError):
+        if not worker.agent.closed:  # else another thread, or a signal handler, has left the group
+            raise
     finally:
-        life.shutdown(graceful and ready, timeout)
+        if current.worker is worker:
+            life.shutdown(graceful and ready, timeout)
     if lost is not None:
         raise lost
     if leaks:
