@@ -227,7 +227,7 @@ def _end_with_parent(pipe: int) -> None:
     # a worker in it, this process has not joined.
     worker = getattr(sys.modules.get("telegrad._core.worker.current"), "worker", None)
     if worker is not None:
-        worker.parting.over()
+        worker.leaving.over()
     time.sleep(GRACE)
     os._exit(LOST)
 

@@ -300,8 +300,8 @@ class Publications:
         """Return True if this worker may take over the value; a leaving one may not, as the owner may leave with it."""
         if self._agent.closed or self._offers.get(offer.name) is not offer:
             return False
-        parting, serving = self._worker.parting, self._worker.membership.serving
-        return not (parting.all_leave() if parting.together else self._shuts_down.is_set() or serving.leaves)
+        leaving, serving = self._worker.leaving, self._worker.membership.serving
+        return not (leaving.all_leave() if leaving.together else self._shuts_down.is_set() or serving.leaves)
 
     def _take_over(self, offer: Publication) -> None:
         """Claim a value that has no owner, or may have none, and make it, as `publish` does."""

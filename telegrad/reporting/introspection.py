@@ -383,7 +383,7 @@ class Introspection(WorkerExtension):
         return self._dumper.write("a dump was requested")
 
     def on_leave(self, worker: Worker) -> None:
-        self.observer.leaving(worker.parting.missing)
+        self.observer.leaving(worker.leaving.missing)
 
     def close(self) -> None:
         if not self._closed:

@@ -347,7 +347,7 @@ def wait_of(thread: int | None) -> WaitState | None:
     return WaitState(what=told.what, on=list(told.missing()), about=about, age=monotonic() - told.begun)
 
 
-def _parting(names: Names, missing: Missing) -> WaitState | None:
+def _leaving(names: Names, missing: Missing) -> WaitState | None:
     if names["serving"]:
         return _serving(names, missing)
     return WaitState(what="shutdown", on=missing(), about="all to call shutdown, and their calls to end")
@@ -382,7 +382,7 @@ _WAITS: dict[CodeType, Callable[[Names, Missing], WaitState | None]] = {
         what="store", on=[], about=f"the store at {names['host']}:{names['port']}, which does not answer yet"
     ),
     Membership.wait_for.__code__: _gathering,
-    Leaving.wait.__code__: _parting,
+    Leaving.wait.__code__: _leaving,
     Membership.wait_for_end.__code__: _serving,
     Conductor.wait.__code__: lambda names, _: WaitState(
         what="backward", on=names["driven"].owing, about=f"the end of {names['driven'].spec}"

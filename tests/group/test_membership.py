@@ -128,7 +128,7 @@ def test_a_lost_worker_that_answers_before_its_loss_is_reported_is_in_the_group(
         membership.on_dead = report_late
         membership._find_dead(Suspect(other.me, PeerSilent("stopped"), time.monotonic(), 0.0), "silence")
         assert membership.present() == [worker.me, other.me]
-        assert not worker.parting._farewell.lost_ones  # type: ignore[attr-defined]
+        assert not worker.leaving._barrier.lost_ones  # type: ignore[attr-defined]
 
 
 may_end = threading.Event()

@@ -266,7 +266,7 @@ def test_shutdown_logs_where_calls_are_in_flight(
 
         def end() -> None:
             wait_until(lambda: any(f"calls are in flight on {busy}" in line for line in caplog.messages))
-            wait_until(lambda: made[who].parting.missing() == ["w2"])
+            wait_until(lambda: made[who].leaving.missing() == ["w2"])
             may_end.set()
 
         in_threads(end, *[partial(worker.shutdown, True, PATIENCE) for worker in made])
@@ -274,8 +274,8 @@ def test_shutdown_logs_where_calls_are_in_flight(
 
 
 def misses(worker: Worker, name: str) -> bool:
-    worker.parting.ask()
-    return worker.parting.missing() == [name]
+    worker.leaving.ask()
+    return worker.leaving.missing() == [name]
 
 
 def test_a_wait_in_shutdown_reports_the_missing_worker_on_request() -> None:
@@ -285,7 +285,7 @@ def test_a_wait_in_shutdown_reports_the_missing_worker_on_request() -> None:
             thread.start()
         for worker in made[:2]:
             wait_until(partial(misses, worker, "w2"))
-            assert worker.parting.awaited().startswith("'w2' did not call shutdown")
+            assert worker.leaving.awaited().startswith("'w2' did not call shutdown")
         assert {wait.worker for wait in texts.under_way() if wait.what == "shutdown"} >= {"w0", "w1"}
         leaving[2].start()
         for thread in leaving:

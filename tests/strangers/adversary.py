@@ -109,7 +109,7 @@ class Network:
             self._overhear(party, party.end.receive(data))
         except NAMED:
             party.failed = True
-            self.messages.append(party.end.parting)
+            self.messages.append(party.end.last_bytes)
         assert len(party.end.leftover) <= 2 + LONGEST + len(data)
 
     def _overhear(self, party: Party, said: bytes) -> None:

@@ -70,7 +70,7 @@ def test_an_unsupported_version_is_refused_at_both_ends(version: int, to_initiat
     with pytest.raises(VersionMismatch, match=f"version {version} "):
         hearer.receive(bytes(changed))
     with pytest.raises(VersionMismatch):
-        other.receive(hearer.parting)
+        other.receive(hearer.last_bytes)
     assert not a.done
     assert not b.done
 

@@ -93,7 +93,7 @@ def hold_another_key(sock: socket.socket, over: threading.Event) -> None:
     sock.sendall(end.receive(sock.recv(4096)))
     with contextlib.suppress(AuthenticationFailed):
         end.receive(sock.recv(4096))
-    sock.sendall(end.parting)
+    sock.sendall(end.last_bytes)
 
 
 def speak_another_version(sock: socket.socket, over: threading.Event) -> None:

@@ -101,7 +101,7 @@ def test_both_ends_get_an_error_for_a_wrong_key() -> None:
     with pytest.raises(AuthenticationFailed, match=r"altered on the way.*TELEGRAD_KEY"):
         converse(a, b)
     with pytest.raises(AuthenticationFailed, match=r"refused.*TELEGRAD_KEY"):
-        a.receive(b.parting)
+        a.receive(b.last_bytes)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_rings_that_share_a_key_connect_in_every_order(mine: list[str], theirs: 
             converse(a, b)
         except AuthenticationFailed:
             with pytest.raises(AuthenticationFailed):
-                a.receive(b.parting)
+                a.receive(b.last_bytes)
             if not a.has_other_key:
                 break
         else:
@@ -195,7 +195,7 @@ def test_another_incarnation_of_the_wanted_worker_is_refused() -> None:
     with pytest.raises(PeerUnreachable, match=r"another worker listens there now.* restarted"):
         converse(a, b)
     with pytest.raises(PeerUnreachable, match=r"refused: .* restarted"):
-        b.receive(a.parting)
+        b.receive(a.last_bytes)
 
 
 def test_a_replayed_first_message_does_not_authenticate() -> None:
@@ -268,7 +268,7 @@ def test_both_ends_get_an_error_for_tls_on_one_side_only() -> None:
     assert not is_hello(b"GET / HTTP/1.1")
     error = b.refuse_without_tls()
     with pytest.raises(AuthenticationFailed, match=ONE_SIDED):
-        a.receive(b.parting)
+        a.receive(b.last_bytes)
     assert ONE_SIDED in str(error)
     with pytest.raises(AuthenticationFailed, match=ONE_SIDED):
         Acceptor(KEY, B).receive(HANDSHAKE + b"\x01\x02")

@@ -208,9 +208,9 @@ class LeavingTogether(Leaving):
     def __init__(self, post: MessageSender, me: Member, members: Members) -> None:
         super().__init__(post, me)
         self._members = members
-        self._lock = threading.Lock()  # guards _farewell
+        self._lock = threading.Lock()  # guards _barrier
         self._messages = MessageQueue(post)
-        self._farewell = ShutdownBarrier(me.id, {member.id for member in members})
+        self._barrier = ShutdownBarrier(me.id, {member.id for member in members})
         self._broken: dict[int, float] = {}  # by rank: when its handshakes began to fail; without the lock
         self._stories: dict[int, str] = {}  # of workers that left early or died; each added once, by setdefault
         for message in get_args(Message):
@@ -218,35 +218,35 @@ class LeavingTogether(Leaving):
         post.lost.append(self._on_lost)
 
     def _begin(self) -> None:
-        self._act(lambda: self._farewell.enter(self._post.started if self._post.idle else None))
+        self._act(lambda: self._barrier.enter(self._post.started if self._post.idle else None))
 
     def _over(self) -> bool:
         self._answer()
         with self._lock:
-            return self._farewell.state == DONE
+            return self._barrier.state == DONE
 
     def all_leave(self) -> bool:
         with self._lock:
-            return self._farewell.asked
+            return self._barrier.asked
 
     def _answer(self) -> None:
         """Answer the leader's question, if any, once this worker is quiet."""
         while self.all_leave() and self._post.idle:
             # Look again under the lock, under which questions are recorded, too: `idle` and `started` must be read
             # after the question that they answer has arrived.
-            self._act(lambda: self._farewell.quiet(self._post.started) if self._post.idle else [])
+            self._act(lambda: self._barrier.quiet(self._post.started) if self._post.idle else [])
 
     def went_on(self, ids: set[int]) -> None:
         """Remove workers that are in another generation of their group."""
         for id_ in ids:
-            self._act(partial(self._farewell.lost, id_, False))
+            self._act(partial(self._barrier.lost, id_, False))
         self._look_again()
 
     def ask(self) -> None:
-        self._act(self._farewell.ask_who)
+        self._act(self._barrier.ask_who)
 
     def over(self) -> None:
-        self._act(self._farewell.over)
+        self._act(self._barrier.over)
         super().over()
 
     def missing(self) -> list[str]:
@@ -264,12 +264,12 @@ class LeavingTogether(Leaving):
     def _waited_for(self) -> tuple[list[str], list[str]]:
         """Return the names of the workers that have not called shutdown, and of those with calls in flight."""
         with self._lock:
-            absent, busy = sorted(self._farewell.missing), sorted(self._farewell.busy)
+            absent, busy = sorted(self._barrier.missing), sorted(self._barrier.busy)
         return [self._members.find(id_).name for id_ in absent], [self._members.find(id_).name for id_ in busy]
 
     def check(self, required: Sequence[Member]) -> None:
         with self._lock:
-            lost = set(self._farewell.lost_ones)
+            lost = set(self._barrier.lost_ones)
         missed = [member for member in required if member.id in lost]
         if missed:
             how = "; ".join(self._stories.get(member.id, f"worker {member.name!r} was lost") for member in missed)
@@ -285,7 +285,7 @@ class LeavingTogether(Leaving):
 
     def _on_message(self, sender: Identity, message: Message) -> None:
         self._broken.pop(sender.id, None)
-        self._act(lambda: self._farewell.receive(sender.id, message))
+        self._act(lambda: self._barrier.receive(sender.id, message))
         # The thread that has read a question answers it if this worker is quiet. Only if it is not, the thread in
         # `wait` wakes and looks again until it is.
         self._answer()
@@ -297,7 +297,7 @@ class LeavingTogether(Leaving):
         if isinstance(reason, ShutDown) and reason._how == OVER:
             self.over()
         elif not isinstance(reason, PeerLost) or isinstance(reason, PeerSilent):
-            inside = self._farewell.inside
+            inside = self._barrier.inside
             may_live = _may_live(reason, inside)  # then the membership probes the worker, and reports the result
             # A proxy may accept connections for a worker that has died: then none is refused, and each probe is
             # answered. But no message of that worker arrives, and each handshake fails.
@@ -306,33 +306,33 @@ class LeavingTogether(Leaving):
         else:
             # A broken connection is no death: the membership probes the worker, and reports a death by `lose`. But
             # messages may have been lost with the connection.
-            self._act(lambda: self._farewell.remind(who.id))
+            self._act(lambda: self._barrier.remind(who.id))
 
     def lose(self, who: Identity, reason: PeerError) -> None:
         """Remove a worker that has died or left: the barrier does not wait for it."""
         has_left_early = isinstance(reason, LeftEarly)
         died = has_left_early or not isinstance(reason, ShutDown)
         with self._lock:
-            waiting = self._farewell.state == WAITING
+            waiting = self._barrier.state == WAITING
         if died and waiting:
             story = str(reason) if has_left_early else f"worker {who.name!r} was lost ({reason})"
             self._stories.setdefault(who.id, story)
             self._post.warn_lost(who, f"{story}. Its group continues, and will shut down, without it")
-        self._act(lambda: self._farewell.lost(who.id, died))
+        self._act(lambda: self._barrier.lost(who.id, died))
         self._wake()
 
     def take_back(self, member: Member) -> None:
         """Wait again for a lost worker that answers again."""
-        self._act(lambda: self._farewell.take_back(member.id))
+        self._act(lambda: self._barrier.take_back(member.id))
 
     def remind(self, member: Member) -> None:
         """Resend what may have been lost with the connection of a worker that answers again."""
-        self._act(lambda: self._farewell.remind(member.id))
+        self._act(lambda: self._barrier.remind(member.id))
 
     def _wake(self) -> None:
         """Wake the thread in `wait` if its condition may have changed."""
         with self._lock:
-            seen = self._farewell.asked or self._farewell.state == DONE
+            seen = self._barrier.asked or self._barrier.state == DONE
         if seen:
             self._look_again()
 

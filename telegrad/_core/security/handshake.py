@@ -115,7 +115,7 @@ class _End:
         self.ciphers: Ciphers | None = None  # set when done
         self.version = 0  # the common version, set after HELLO and REPLY
         self.refusal = ""  # the reason given by the peer, if it refused
-        self.parting = b""  # after an error: data to send before closing the connection
+        self.last_bytes = b""  # after an error: data to send before closing the connection
         self._mine = mine
         self._random = random
         self._spoken = spoken
@@ -145,7 +145,7 @@ class _End:
         # A TLS client greets with the bytes 16 03 01. Here they read as a valid length, 790, and a kind that does not
         # exist.
         if self.leftover[:3] == HANDSHAKE + b"\x01":
-            self.parting = ALERT_NO_TLS
+            self.last_bytes = ALERT_NO_TLS
             raise AuthenticationFailed(ONE_SIDED)
         # This is checked before the rest of the message has arrived, so that another kind of program is refused at
         # once. In each state one kind of message is allowed, so messages can be neither repeated nor reordered.
@@ -201,7 +201,7 @@ class _End:
             raise self._refuse("stranger", "it holds the key, but sent an invalid claim") from None
 
     def _refuse(self, reason: str, why: str) -> HandshakeError | PeerUnreachable:
-        self.parting = refusal(reason)
+        self.last_bytes = refusal(reason)
         return _REASONS[reason][0](why)
 
     def _refused(self, reason: bytes) -> HandshakeError | PeerUnreachable:

@@ -337,7 +337,7 @@ class EmbeddedSession(SocketSession):
                 answer = end.receive(data)
             except (HandshakeError, PeerUnreachable):
                 with contextlib.suppress(OSError):  # the server need not learn the reason
-                    sock.sendall(end.parting)
+                    sock.sendall(end.last_bytes)
                 raise
             sock.sendall(answer)
 

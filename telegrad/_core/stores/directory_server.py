@@ -215,7 +215,7 @@ class DirectoryServer:
 
     def _refuse(self, connection: _Connection, why: object) -> None:
         with contextlib.suppress(OSError):
-            connection.sock.send(connection.acceptor.parting)
+            connection.sock.send(connection.acceptor.last_bytes)
         if self._refusals.should_log(host_of(connection.origin), monotonic()):
             log.warning("telegrad: the directory has refused a connection from %s: %s", connection.origin, why)
         self._drop(connection)

@@ -365,7 +365,7 @@ class OpenStreams:
 
     def leaving(self, worker: Worker) -> None:
         """Record that this thread waits for the end of all calls."""
-        self._leaver, self._all_leave = threading.get_ident(), lambda: worker.parting.all_leave()
+        self._leaver, self._all_leave = threading.get_ident(), lambda: worker.leaving.all_leave()
         self._next_look = monotonic() + GRACE
         self._agent.wake_at(self._next_look)
 

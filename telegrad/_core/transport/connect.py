@@ -226,7 +226,7 @@ def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int,
             answer = end.receive(data)
         except (HandshakeError, PeerUnreachable):
             with contextlib.suppress(OSError):  # the other end need not learn the reason
-                sock.sendall(end.parting)
+                sock.sendall(end.last_bytes)
             raise
         if answer:
             sock.sendall(answer)

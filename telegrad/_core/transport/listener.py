@@ -162,7 +162,7 @@ class Listener:
                 told = refusal(why, self._files) if self._files and isinstance(why, ssl.SSLError) else why
                 log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, told)
         with contextlib.suppress(OSError, ValueError):
-            if stranger.end.parting:
+            if stranger.end.last_bytes:
                 stranger.part()
         stranger.sock.close()
 
@@ -309,4 +309,4 @@ class _Handshake(Source):
     def part(self) -> None:
         """Send the reason of the refusal; unencrypted before TLS is established."""
         send = self.sock.send if self._tls_done else partial(socket.socket.send, self.sock)
-        send(self.end.parting)
+        send(self.end.last_bytes)

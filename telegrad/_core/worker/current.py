@@ -89,10 +89,10 @@ class Worker:
         directory = self.directory
         self.references.name_is(self.me.name)
         # Before the agent joins: from then on the others may send messages of the shutdown barrier.
-        self.parting: Leaving = Leaving(self.agent, self.me)
+        self.leaving: Leaving = Leaving(self.agent, self.me)
         self.membership = Membership(self.agent, self.me, directory, self._entered)
         if isinstance(directory, Members):
-            self.parting = together = LeavingTogether(self.agent, self.me, directory)
+            self.leaving = together = LeavingTogether(self.agent, self.me, directory)
             self.membership.answered.append(together.remind)
             self.membership.on_dead = together.lose
             self.membership.returned.append(together.take_back)
@@ -104,8 +104,8 @@ class Worker:
             self.membership.gone.append(self.turning.note)
             self.membership.none_joins = "a new worker joins at the next rpc.rendezvous_again()"
             self.membership.answered.append(self.turning.remind)
-            if isinstance(self.parting, LeavingTogether):
-                self.turning.went_on = self.parting.went_on
+            if isinstance(self.leaving, LeavingTogether):
+                self.turning.went_on = self.leaving.went_on
         self.agent.join(self.me, keys, directory, used)
         self.membership.begin()
         if renew_seals is not None:
@@ -119,7 +119,7 @@ class Worker:
         UnknownWorker if one of them is not in the group."""
         if isinstance(require, bool):
             return list(self.directory) if require and isinstance(self.directory, Members) else []
-        return [self.agent.find(to) for to in require] if serving or self.parting.together else []
+        return [self.agent.find(to) for to in require] if serving or self.leaving.together else []
 
     def shutdown(self, graceful: bool, timeout: float, required: Sequence[Member] = (), serving: bool = False) -> None:
         """Leave the group. With `graceful`, first wait until no call is in flight, in a fixed group on any worker, or
@@ -137,14 +137,14 @@ class Worker:
                     act(timeout)
                 if not serving:
                     self.extensions.each(lambda extension: extension.on_leave(self))
-                self.parting.wait(timeout, serving)
+                self.leaving.wait(timeout, serving)
                 how = ""
         finally:
             self.end(how)
         if isinstance(self.directory, DynamicGroup) and self.directory.over not in ("", HAS_LEFT):
             raise PeerLost(self.directory.over)
         if graceful:
-            self.parting.check(required)
+            self.leaving.check(required)
 
     def serve(self, required: Sequence[Member]) -> None:
         """Serve until the group ends or `stop_serving` is called; then leave.
@@ -153,7 +153,7 @@ class Worker:
             PeerLost: a required worker was lost, or left a group of fixed size early; this one was declared lost; the
                 program of the worker that a dynamic group ends with has ended without shutdown.
         """
-        if self.parting.together:
+        if self.leaving.together:
             self.shutdown(True, 0, required, serving=True)
             return
         try:
@@ -165,7 +165,7 @@ class Worker:
 
     def stop_serving(self) -> None:
         """Make `serve` return; raise UsageError if the group is of fixed size."""
-        if self.parting.together:
+        if self.leaving.together:
             kind = "a group of fixed size" if self.elastic is None else "an elastic group"
             raise UsageError(
                 f"worker {self.me.name!r} is in {kind}, whose workers leave together: its serve() ends "
@@ -191,7 +191,7 @@ class Worker:
     def _end(self, how: str, reason: PeerError | None, lost: bool) -> None:
         self._leaves = True
         self.references.log_failures()  # first: calls in flight may fail only because of this end
-        self.parting.over()
+        self.leaving.over()
         list(results(self.at_end))
         if self.turning is not None:
             self.turning.close()
@@ -204,7 +204,7 @@ class Worker:
             if isinstance(self.directory, DynamicGroup):
                 self.directory.leave(how if lost else "")
         finally:
-            self.agent.close(reason, how if self.parting.together or lost else "")
+            self.agent.close(reason, how if self.leaving.together or lost else "")
             self.extensions.each(lambda extension: extension.close())
 
     def _declared_lost(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad._core import texts
-from telegrad._core.membership import leaving as parting
+from telegrad._core.membership import leaving
 from telegrad._core.membership.leaving import LeavingTogether
 from telegrad._core.membership.membership import Greeting
 from telegrad._core.membership.shutdown_barrier import Ask, Entered, Leave, Message, Quiet
@@ -47,18 +47,18 @@ class Slept(threading.Condition):
 def group() -> Iterator[list[Worker]]:
     with agents(2) as made:
         for worker in made:
-            worker.parting._changed = Slept()
+            worker.leaving._changed = Slept()
         yield made
 
 
 def times(worker: Worker) -> queue.SimpleQueue[float]:
     """Return the timeouts with which a worker waits in shutdown."""
-    changed = worker.parting._changed
+    changed = worker.leaving._changed
     assert isinstance(changed, Slept)
     return changed.times
 
 
-def leaving(worker: Worker) -> threading.Thread:
+def begin_to_leave(worker: Worker) -> threading.Thread:
     thread = threading.Thread(target=worker.shutdown, args=(True, 0))
     thread.start()
     return thread
@@ -71,13 +71,13 @@ def assert_ends(*threads: threading.Thread) -> None:
 
 
 def together(worker: Worker) -> LeavingTogether:
-    assert isinstance(worker.parting, LeavingTogether)
-    return worker.parting
+    assert isinstance(worker.leaving, LeavingTogether)
+    return worker.leaving
 
 
 @pytest.mark.parametrize("server", [0, 1], ids=["leads", "is led"])
 def test_a_server_that_waits_in_shutdown_sleeps_while_it_serves(group: list[Worker], server: int) -> None:
-    waits, other = leaving(group[server]), group[1 - server]
+    waits, other = begin_to_leave(group[server]), group[1 - server]
     slept = times(group[server])
     assert slept.get(timeout=PATIENCE) == pytest.approx(FIRST, abs=1)  # until it logs the missing worker
     for _ in range(100):
@@ -97,7 +97,7 @@ def test_a_worker_asked_during_a_call_polls_until_the_call_ends(group: list[Work
     may_end.clear()
     call = group[1].agent.call_async(0, work, None, None)
     assert begun.wait(PATIENCE)
-    both = [leaving(worker) for worker in group]
+    both = [begin_to_leave(worker) for worker in group]
     for worker in group:
         while times(worker).get(timeout=PATIENCE) > 1:
             pass  # it was not asked yet
@@ -123,7 +123,7 @@ def test_a_worker_that_goes_on_calling_during_shutdown_counts_its_calls(
 
     calling = threading.Thread(target=call_in_a_loop)
     calling.start()
-    both = [leaving(worker) for worker in group]
+    both = [begin_to_leave(worker) for worker in group]
     try:
         wait_until(lambda: "worker 'w1' itself has begun calls meanwhile (" in caplog.text)
     finally:
@@ -148,7 +148,7 @@ def test_letters_leave_in_the_order_in_which_they_were_decided(
         sent.append(message)
 
     monkeypatch.setattr(leader.agent, "notify", notify)
-    slow = threading.Thread(target=leader.parting._begin)
+    slow = threading.Thread(target=leader.leaving._begin)
     slow.start()
     assert greets.wait(PATIENCE)
     together(leader)._on_message(other.me.identity, Entered())
@@ -220,10 +220,10 @@ def test_a_letter_whose_connection_is_reset_is_sent_again(
             notify(receiver, message)
 
     monkeypatch.setattr(agent, "notify", fail_once)
-    both = [leaving(worker) for worker in group]
+    both = [begin_to_leave(worker) for worker in group]
     assert_ends(*both)
     assert lost
-    assert [together(worker)._farewell.lost_ones for worker in group] == [set()] * 2
+    assert [together(worker)._barrier.lost_ones for worker in group] == [set()] * 2
 
 
 @pytest.mark.parametrize(
@@ -243,28 +243,28 @@ def test_a_worker_found_dead_after_a_broken_handshake_is_not_waited_for(
             address = server.getsockname()
             stack.enter_context(socket.create_connection(address))  # the queue is full: further packets are dropped
         stays.membership._present[dead.me.incarnation] = dead.me._replace(tcp=address)
-        waits = leaving(stays)
+        waits = begin_to_leave(stays)
         times(stays).get(timeout=PATIENCE)
         stays.agent._connections.tell_lost(dead.me.identity, broken_off())
         assert_ends(waits)
     with pytest.raises(PeerLost, match=r"'w1' was lost .*broke off the handshake"):
-        stays.parting.check([dead.me])
+        stays.leaving.check([dead.me])
 
 
 def test_a_dead_worker_whose_address_answers_is_not_waited_for(
     group: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A proxy accepts connections to the worker, and closes them."""
-    monkeypatch.setattr(parting, "BROKEN", 0.0)
+    monkeypatch.setattr(leaving, "BROKEN", 0.0)
     stays, dead = group
     connect(stays, dead)
     monkeypatch.setattr(dead.agent, "notify", lambda *_: None)  # an answer would show that it lives
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         stays.membership._present[dead.me.incarnation] = dead.me._replace(tcp=proxy.getsockname())
-        waits = leaving(stays)
+        waits = begin_to_leave(stays)
         times(stays).get(timeout=PATIENCE)
         stays.agent._connections.tell_lost(dead.me.identity, broken_off())
-        assert together(stays)._farewell.lost_ones == set(), "once is no death"
+        assert together(stays)._barrier.lost_ones == set(), "once is no death"
         stays.agent._connections.tell_lost(dead.me.identity, broken_off())
         assert_ends(waits)
 
@@ -272,7 +272,7 @@ def test_a_dead_worker_whose_address_answers_is_not_waited_for(
 def test_handshakes_that_fail_now_and_then_are_no_death(group: list[Worker]) -> None:
     """A worker that has not called shutdown answers, too."""
     leader, other = group
-    waits = leaving(other)
+    waits = begin_to_leave(other)
     times(other).get(timeout=PATIENCE)
     other.agent._connections.tell_lost(leader.me.identity, broken_off())
     wait_until(lambda: not together(other)._broken)
@@ -281,15 +281,15 @@ def test_handshakes_that_fail_now_and_then_are_no_death(group: list[Worker]) -> 
 
 
 def test_a_living_worker_that_seemed_dead_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parting, "BROKEN", -1.0)
+    monkeypatch.setattr(leaving, "BROKEN", -1.0)
     with agents(3) as made:
         leader, other, third = made
-        waits = [leaving(other), leaving(third)]
-        wait_until(lambda: together(other)._farewell.inside)
+        waits = [begin_to_leave(other), begin_to_leave(third)]
+        wait_until(lambda: together(other)._barrier.inside)
         other.agent._connections.tell_lost(leader.me.identity, broken_off())
-        waits.append(leaving(leader))
+        waits.append(begin_to_leave(leader))
         assert_ends(*waits)
-        assert [together(worker)._farewell.lost_ones for worker in made] == [set()] * 3
+        assert [together(worker)._barrier.lost_ones for worker in made] == [set()] * 3
 
 
 def break_all(duration: float) -> None:

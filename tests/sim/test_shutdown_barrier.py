@@ -1,6 +1,6 @@
-"""The farewell under a seeded scheduler: messages in any order between workers, calls begun and ended, deaths.
+"""The shutdown barrier under a seeded scheduler: messages in any order between workers, calls begun and ended, deaths.
 
-A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_farewell.py` replays it alone.
+A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_shutdown_barrier.py` replays it alone.
 """
 
 import random
