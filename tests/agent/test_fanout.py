@@ -71,13 +71,11 @@ def test_workers_of_another_program_get_a_separate_encoding(monkeypatch: pytest.
         agent = workers[0].agent
         peer = agent._connections.peer("w2")
         peer.member = peer.member._replace(program="another")
-        assert values(call_each(agent, here)) == list(OTHERS)
-        assert sorted(made) == [False, True]
+        assert (values(call_each(agent, here)), sorted(made)) == (list(OTHERS), [False, True])
 
 
 def test_each_worker_has_its_own_copy_of_large_arguments(workers: list[Worker]) -> None:
-    agent = workers[0].agent
-    tensor = torch.ones(LARGE)
+    agent, tensor = workers[0].agent, torch.ones(LARGE)
     for _ in range(3):
         assert values(call_each(agent, scribble, tensor)) == [2 * LARGE] * 3
     assert total(tensor) == LARGE
@@ -90,8 +88,7 @@ def test_several_workers_of_one_host_share_a_copy_of_the_arguments() -> None:
         pool = agent.memory
         tensor = torch.ones(LARGE)
         futures = call_each(agent, total, tensor)
-        assert len(pool._common) == 1
-        assert values(futures) == [LARGE] * 3
+        assert (len(pool._common), values(futures)) == (1, [LARGE] * 3)
         assert not any(each for (_, _, is_common), each in pool._shelf._unused.items() if not is_common)
         ready = agent.memory.common(tensor.nbytes).view(torch.float32)
         ready.fill_(2)
@@ -107,8 +104,7 @@ def test_several_workers_of_one_host_share_a_copy_of_the_arguments() -> None:
 
 def test_a_call_with_too_little_shared_memory_succeeds() -> None:
     with agents(4, transport="unix", shared_memory=MB) as workers:
-        tensor = torch.ones(MB)
-        assert values(call_each(workers[0].agent, total, tensor)) == [MB] * 3
+        assert values(call_each(workers[0].agent, total, torch.ones(MB))) == [MB] * 3
 
 
 # Failures

@@ -28,8 +28,7 @@ class Connection:
     def __init__(self, process: int = 0) -> None:
         self.process = process
         self.taken = self.written = self.asked = 0
-        self.is_sending = False
-        self.unread = False
+        self.is_sending, self.unread = False, False
 
     def ask(self) -> None:
         self.asked += 1
@@ -121,8 +120,7 @@ def test_a_process_that_cannot_be_seen_is_not_reported_as_stopped() -> None:
 
 
 def test_a_connection_that_has_gone_is_not_watched() -> None:
-    link = Connection()
-    watch = Watch(link, heartbeat=LIMIT)
+    watch = Watch(Connection(), heartbeat=LIMIT)
     watch.until(12.0)
     watch.links.clear()
     watch.until(100.0)

@@ -77,8 +77,7 @@ def test_a_waiting_thread_does_what_it_reads_and_what_follows(reactor: Reactor) 
     second = errand(reactor, done, "second", lambda: future.set_result(None))
     link = Link(errand(reactor, done, "first", second))
     run_for(future, [link], reactor)
-    assert done == ["first", "second"]
-    assert reactor.given == []
+    assert (done, reactor.given) == (["first", "second"], [])
     assert link.watched
     assert link.reading.owner is ReadOwner.LEADER
 
@@ -88,16 +87,14 @@ def test_a_waiting_thread_leaves_further_work_to_others(reactor: Reactor) -> Non
     future: Future[None] = Future()
     several = [errand(reactor, done, name) for name in "abc"]
     run_for(future, [Link(lambda: [each() for each in several])], reactor)
-    assert done == ["a"]
-    assert reactor.given == ["b", "c"]
+    assert (done, reactor.given) == (["a"], ["b", "c"])
 
 
 def test_work_after_the_wait_is_left_to_others(reactor: Reactor) -> None:
     done: list[str] = []
     run_for(Future(), [Link()], reactor)
     errand(reactor, done, "later")()
-    assert done == []
-    assert reactor.given == ["later"]
+    assert (done, reactor.given) == ([], ["later"])
 
 
 def test_a_waiting_thread_takes_no_connection_from_its_reader(reactor: Reactor) -> None:
@@ -117,8 +114,7 @@ def test_an_error_in_work_done_while_waiting_is_only_logged(reactor: Reactor, ca
     def fail(_: None) -> NoReturn:
         raise KeyError("inside")
 
-    link = Link(lambda: submit(reactor, Work(fail, None)))
-    run_for(Future(), [link], reactor)
+    run_for(Future(), [Link(lambda: submit(reactor, Work(fail, None)))], reactor)
     assert "inside" in caplog.text
 
 

@@ -49,8 +49,7 @@ class Simulation:
     """A worker whose callers send `flood` calls at once, and whose clock goes on as calls run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, callers: int) -> None:
-        self.now = 0.0
-        self.due = inf
+        self.now, self.due = 0.0, inf
         monkeypatch.setattr(module, "monotonic", lambda: self.now)
         monkeypatch.setattr(module, "unread", lambda link: link.left)
         self.scheduler = Scheduler(SLOTS)
@@ -80,8 +79,7 @@ class Simulation:
             for _ in range(count):
                 self.numbers += 1
                 caller.calls[self.numbers] = None  # type: ignore[assignment]
-                work = Work(lambda _: None, (caller, self.numbers, self.now))
-                self.scheduler.add(deque([(work, caller.queue)]))
+                self.scheduler.add(deque([(Work(lambda _: None, (caller, self.numbers, self.now)), caller.queue)]))
             self.intake.check(caller, link)
             self.most = max(self.most, len(caller.queue))
 

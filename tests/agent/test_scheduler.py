@@ -36,13 +36,10 @@ def test_works_without_a_slot_wait_and_begin_in_order() -> None:
     add(scheduler, queue, "a", "b")
     assert begin(scheduler) is None
     end(scheduler, queue)
-    assert begin(scheduler) == "a"
-    assert begin(scheduler) is None
+    assert (begin(scheduler), begin(scheduler)) == ("a", None)
     end(scheduler, queue)
     end(scheduler, queue)
-    assert begin(scheduler) == "b"
-    assert begin(scheduler) is None
-    assert scheduler.busy == 1
+    assert (begin(scheduler), begin(scheduler), scheduler.busy) == ("b", None, 1)
 
 
 def test_a_slot_is_lent_if_all_running_works_only_sleep() -> None:
@@ -103,8 +100,7 @@ def test_works_without_slots_begin_in_any_case() -> None:
     scheduler = full(1, WorkQueue())
     add(scheduler, WorkQueue(has_slots=False), "a")
     add(scheduler, None, "b")
-    assert [begin(scheduler), begin(scheduler)] == ["a", "b"]
-    assert scheduler.busy == 1
+    assert ([begin(scheduler), begin(scheduler)], scheduler.busy) == (["a", "b"], 1)
 
 
 def test_a_queue_knows_the_bytes_that_wait() -> None:
@@ -122,8 +118,7 @@ def test_a_cleared_scheduler_returns_works_that_need_no_slot() -> None:
     scheduler = Scheduler(9)
     add(scheduler, None, "a")
     add(scheduler, WorkQueue(), "b")
-    assert [work.argument for work in scheduler.clear()] == ["a"]
-    assert begin(scheduler) is None
+    assert ([work.argument for work in scheduler.clear()], begin(scheduler)) == (["a"], None)
 
 
 CALLERS = 4
@@ -134,8 +129,7 @@ class World:
     """A scheduler and the running works, as the reactor keeps them."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
-        self.lent = 0
+        self.count, self.lent = count, 0
         self.scheduler = Scheduler(count)
         self.queues = [WorkQueue() for _ in range(CALLERS)]
         self.running: Counter[WorkQueue] = Counter()
@@ -177,8 +171,7 @@ class World:
     def check(self) -> None:
         """Check that no slot is lost, none is idle while a queue waits for it, and no caller takes all."""
         scheduler = self.scheduler
-        assert scheduler.busy == self.running.total()
-        assert scheduler.count == self.count + self.lent
+        assert (scheduler.busy, scheduler.count) == (self.running.total(), self.count + self.lent)
         assert all(each.held == self.running[each] for each in self.queues)
         waiting = [each for each in self.queues if len(each) and not each.is_held_up]
         assert set(waiting) == set(scheduler.waiting)

@@ -90,8 +90,7 @@ class Making:
     def layer(self, worker: int) -> None:
         number, seed, kind = next(self._numbers), self.draw.randrange(1 << 30), self.draw.randrange(3)
         if kind == 0:
-            numbers = (number, next(self._numbers))
-            self.add(worker, "recompute", numbers, self.pick(worker), self.pick(worker), values=1)
+            self.add(worker, "recompute", (number, next(self._numbers)), self.pick(worker), self.pick(worker), values=1)
         elif kind == 1:
             self.add(worker, "module", number, seed, self.pick(worker), values=1, leaves=2)
         else:

@@ -130,8 +130,7 @@ def _perform(stage: Stage, instruction: tuple[Any, ...]) -> None:
         seed, a = what
         table = torch.randn(5, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(device)
         stage.leaves.append(table.requires_grad_())
-        chosen = torch.tensor([0, 2, 2]).to(device)
-        values.append(torch.nn.functional.embedding(chosen, table, sparse=True) * values[a])
+        values.append(torch.nn.functional.embedding(torch.tensor([0, 2, 2]).to(device), table, sparse=True) * values[a])
     else:
         _hang_hook(stage, kind, *what)
 

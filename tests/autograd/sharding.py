@@ -26,12 +26,10 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.lower = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
-        self.upper = nn.Linear(6, 5)
-        self.head = nn.Linear(5, 3)
+        self.upper, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        lower = self.lower(x)
-        hidden: Tensor = self.upper(lower)
+        hidden: Tensor = self.upper(self.lower(x))
         return self.head(hidden.tanh())
 
 

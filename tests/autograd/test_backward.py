@@ -122,8 +122,7 @@ class Model(nn.Module):
 
 
 async def in_steps(x: torch.Tensor) -> torch.Tensor:
-    y = await rpc_async("w2", torch.sin, (x,))
-    return y + await rpc_async("w3", torch.cos, (x,))
+    return await rpc_async("w2", torch.sin, (x,)) + await rpc_async("w3", torch.cos, (x,))
 
 
 @functions.async_execution
@@ -266,8 +265,7 @@ def test_nothing_is_recorded_without_grad(
 ) -> None:
     x = leaf()
     with autograd.context() as context, mode():
-        y = rpc_sync("w1", torch.mul, (x, 2))
-        assert y.grad_fn is None
+        assert rpc_sync("w1", torch.mul, (x, 2)).grad_fn is None
         assert not five[0].conductor.contexts.find(context).sends
     with autograd.context() as context:
         assert rpc_sync("w1", torch.mul, (x, 2)).grad_fn is not None
@@ -456,8 +454,7 @@ def test_system_exit_in_a_backward_function(five: list[Worker]) -> None:
             autograd.backward(context, here)
         assert ended.value.code == 7
     with autograd.context() as context:
-        there = rpc_sync("w1", torch.sin, (failing(x, SystemExit(7)),)).sum()
-        future = autograd.backward_async(context, there)
+        future = autograd.backward_async(context, rpc_sync("w1", torch.sin, (failing(x, SystemExit(7)),)).sum())
         with pytest.raises(SystemExit):
             future.wait()
     with autograd.context() as context:
@@ -569,8 +566,7 @@ def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(
     five: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each enters the engine once, when its gradients are complete, so the work is linear."""
-    steps = []
-    original = GraphSchedule.step
+    steps, original = [], GraphSchedule.step
 
     def step(schedule: GraphSchedule, *given: Any) -> GraphStep | None:
         steps.append(original(schedule, *given))
@@ -583,8 +579,7 @@ def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(
         outputs = [stage.rpc_async().forward(leaf()) for _ in range(32)]
         autograd.backward(context, sum(output.wait().sum() for output in outputs))
     calls = [act for step in steps if step is not None for act in step.acts]
-    assert sum(len(call.nodes) for call in calls) == 33
-    assert sum(len(call.recvs) for call in calls) == 64
+    assert (sum(len(call.nodes) for call in calls), sum(len(call.recvs) for call in calls)) == (33, 64)
 
 
 def test_no_questions_are_sent_if_every_send_is_used(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -648,8 +643,7 @@ def test_gradients_have_memory_of_their_own(count: int, layout: str) -> None:
     leaves = [leaf() if layout == "dense" else sparse(1.0, 2.0) for _ in range(count)]
     with autograd.context() as context:
         made = Keeping.apply(*leaves)
-        loss = torch.sparse.sum(made * made) if layout == "sparse" else (made * made).sum()
-        autograd.backward(context, loss)
+        autograd.backward(context, torch.sparse.sum(made * made) if layout == "sparse" else (made * made).sum())
         found = autograd.get_gradients(context)
         wanted = Keeping.kept.to_dense().clone()
         for each in leaves:

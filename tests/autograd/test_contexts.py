@@ -66,8 +66,7 @@ def contexts(agent: Any) -> Contexts:
 
 
 def test_joining_a_context_that_ends_meanwhile_does_not_begin_it_anew(contexts: Contexts) -> None:
-    rival = Rival.at(contexts)
-    rival.act = lambda: contexts.release(FOREIGN)
+    Rival.at(contexts).act = lambda: contexts.release(FOREIGN)
     assert contexts.join(FOREIGN) is None
     assert not len(contexts)
 
@@ -113,8 +112,7 @@ def test_a_context_whose_owner_seems_dead_is_lost(contexts: Contexts) -> None:
 def test_the_context_of_a_former_holder_of_the_own_rank_is_not_joined(contexts: Contexts) -> None:
     own = contexts.begin()
     assert contexts.join(own.id) is own
-    assert contexts.join(own.id ^ 1) is None
-    assert contexts.all() == [own]
+    assert (contexts.join(own.id ^ 1), contexts.all()) == (None, [own])
 
 
 def test_the_loss_of_a_previous_holder_of_the_rank_ends_no_context(contexts: Contexts) -> None:

@@ -42,8 +42,7 @@ class Riding:
 
     def __init__(self, workers: list[Worker]) -> None:
         self.fused_steps = {worker.me.name: Hook(worker) for worker in workers}
-        self.turns = 0
-        self._context = 0
+        self.turns, self._context = 0, 0
         for hook in self.fused_steps.values():
             hook.worker.conductor.fused_steps[self.step_id] = hook
 

@@ -94,8 +94,7 @@ def random_program(seed: int, call: Call, grad: Grad) -> Sequence[Tensor | None]
     found = list(grad(outputs, inputs, create_graph=create, retain_graph=True, **options))
     graded = [each for each in found if each is not None and each.requires_grad]
     if graded:
-        again = sum((each**2).sum() for each in graded)
-        found += grad(again, choose.sample(tensors, 2), allow_unused=True)
+        found += grad(sum((each**2).sum() for each in graded), choose.sample(tensors, 2), allow_unused=True)
     return found
 
 
@@ -201,8 +200,7 @@ def test_a_step_rides_with_the_pass_after_it() -> None:
     """A worker does not wait for gradients of a pass that accumulates none."""
     x = leaf()
     with autograd.context() as context:
-        loss = rpc_sync("w1", apply, ("w1", x)).sum()
-        autograd.grad(context, loss, x, retain_graph=True)
+        autograd.grad(context, rpc_sync("w1", apply, ("w1", x)).sum(), x, retain_graph=True)
         parts = current.conductor().contexts.find(context).parts
         assert all(each is not None and not each._runner.expects for each in parts.values())
 

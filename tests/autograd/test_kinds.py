@@ -16,7 +16,7 @@ from telegrad import autograd
 from telegrad.errors import CannotEncode, TelegradError, UsageError
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import remote, rpc_stream, rpc_sync
-from tests.cluster import Process
+from tests.cluster import Process, run_all
 
 pytestmark = pytest.mark.usefixtures("contexts_end")
 
@@ -277,8 +277,7 @@ def tensor_parallel() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (2,))
-    net = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    net = parallelize_module(network(), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
     x = torch.ones(2, 4, requires_grad=True)
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, net, lr=0.1)
     with autograd.context() as context:
@@ -334,10 +333,7 @@ def of_static_graph(rank: int) -> tuple[str, list[bool]]:
 
 
 def test_replicas_with_a_static_graph_need_a_pass_outside_of_contexts(trainers: list[Process]) -> None:
-    for rank, trainer in enumerate(trainers):
-        trainer.begin(of_static_graph, rank)
-    for trainer in trainers:
-        refused, same = trainer.end()
+    for refused, same in run_all(trainers, of_static_graph):
         assert "_delay_all_reduce uses the gradients that are in .grad at the end" in refused
         assert "static_graph=True can after one backward pass outside of contexts" in refused
         assert same == [True] * 4

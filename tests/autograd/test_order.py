@@ -108,8 +108,7 @@ LATE = pytest.mark.parametrize("end", [lambda x: 0, late], ids=["at once", "late
 def test_the_newest_ready_node_runs_first(pair: list[Worker], end: End) -> None:
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
-        old = Named.apply("old", base)
-        new = Named.apply("new", base)
+        old, new = Named.apply("old", base), Named.apply("new", base)
         autograd.backward(context, call(Named.apply("join", new, old)).sum() + end(base))
     assert ran == ["join", "new", "old"]
 
@@ -168,8 +167,7 @@ def test_an_output_without_gradient_gets_zeros(pair: list[Worker], end: End, fun
         second.register_hook(lambda gradient: ran.append(str(gradient)))
         autograd.backward(context, call(first).sum() + end(base))
         assert autograd.get_gradients(context)[leaf].tolist() == [12 if end is late else 4] * 2
-    assert [[each.tolist() for each in given] for given in took] == [[[2, 2], [0, 0]]]
-    assert ran == ["None"]
+    assert ([[each.tolist() for each in given] for given in took], ran) == ([[[2, 2], [0, 0]]], ["None"])
 
 
 @LATE
@@ -185,8 +183,7 @@ def test_a_reached_node_without_gradient_runs(pair: list[Worker], end: End) -> N
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
         autograd.backward(context, call(Join.apply(base, Aside.apply(base))).sum() + end(base))
-    assert ran == ["aside"]
-    assert took[0][0].tolist() == [0, 0]
+    assert (ran, took[0][0].tolist()) == (["aside"], [0, 0])
 
 
 @LATE
@@ -238,8 +235,7 @@ def test_the_engine_runs_the_nodes_whose_gradients_are_complete(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only nodes that lead to a waiting node, and Python nodes behind it, run by hand."""
-    by_hand = []
-    original = node_calls.run
+    by_hand, original = [], node_calls.run
 
     def run(node: Any, *rest: Any) -> Any:
         by_hand.append(type(node).__name__)
@@ -305,8 +301,7 @@ def step(rank: int, far: int) -> list[list[float]]:
     took.clear()
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
-        old = Shared.apply(base, 1.0)
-        new = Shared.apply(base, 10.0)
+        old, new = Shared.apply(base, 1.0), Shared.apply(base, 10.0)
         loss = rpc_sync("worker2", double, (new + old * 3,)).sum()
         for _ in range(far):
             base = rpc_sync("worker2", double, (base,))

@@ -65,8 +65,7 @@ def whole_program(rank: int, unused: bool, options: dict[str, Any]) -> bool:
             autograd.backward(context, rpc_sync("worker2", torch.sin, (y,)).sum())
             found = autograd.get_gradients(context)
             far = rpc_sync("worker2", gradient_of_table, (table, context))
-    expected = averaged(lambda net, x: net(x).sin().sum())
-    for parameter, wanted in zip(net.parameters(), expected, strict=True):
+    for parameter, wanted in zip(net.parameters(), averaged(lambda net, x: net(x).sin().sum()), strict=True):
         assert wanted is not None
         assert torch.allclose(found[parameter], wanted, atol=1e-6)
         assert parameter.grad.eq(7).all()
@@ -85,25 +84,20 @@ def gradient_of_table(table: RRef[Table], context: int) -> torch.Tensor:
     ids=str,
 )
 def test_gradients_are_averaged(trainers: list[Process], unused: bool, options: dict[str, Any]) -> None:
-    for rank, trainer in enumerate(trainers):
-        trainer.begin(whole_program, rank, unused, options)
-    assert all(trainer.end(PATIENCE) for trainer in trainers)
+    assert all(run_all(trainers, whole_program, unused, options))
 
 
 def program_over_a_group_of_workers(rank: int) -> bool:
     assert not torch.distributed.is_initialized()
-    trainers = rpc.group(["worker0", "worker1"])
-    return whole_program(rank, False, {"process_group": telegrad.process_group(trainers)})
+    return whole_program(rank, False, {"process_group": telegrad.process_group(rpc.group(["worker0", "worker1"]))})
 
 
 def test_gradients_are_averaged_over_a_process_group_without_a_default_one() -> None:
     with group(TRAINERS + 1) as made:
-        for rank in range(TRAINERS):
-            made[rank].begin(program_over_a_group_of_workers, rank)
-        assert all(made[rank].end(PATIENCE) for rank in range(TRAINERS))
+        assert all(run_all(made[:TRAINERS], program_over_a_group_of_workers))
 
 
-def two_forwards(rank: int) -> bool:
+def two_uses_without_synchronisation(rank: int) -> bool:
     """Use the module twice; the gradients come back from two workers at different times."""
     net = DistributedDataParallel(network())
     with autograd.context() as context, net.no_sync():
@@ -118,13 +112,7 @@ def two_forwards(rank: int) -> bool:
     return True
 
 
-def test_two_uses_of_a_module_without_synchronisation(trainers: list[Process]) -> None:
-    for rank, trainer in enumerate(trainers):
-        trainer.begin(two_forwards, rank)
-    assert all(trainer.end(PATIENCE) for trainer in trainers)
-
-
-def end_of_a_group(rank: int) -> bool:
+def a_group_that_ends_with_its_module(rank: int) -> bool:
     """Destroy the group of a module while the group's thread holds a Python tensor, without a thread switch."""
     group_of_its_own = torch.distributed.new_group()
     net = DistributedDataParallel(network(), process_group=group_of_its_own)
@@ -140,13 +128,7 @@ def end_of_a_group(rank: int) -> bool:
     return True
 
 
-def test_a_process_group_that_ends_with_its_module(trainers: list[Process]) -> None:
-    for rank, trainer in enumerate(trainers):
-        trainer.begin(end_of_a_group, rank)
-    assert all(trainer.end(PATIENCE) for trainer in trainers)
-
-
-def in_another_order(rank: int) -> bool:
+def groups_that_do_not_wait(rank: int) -> bool:
     """Begin the reduction of one module, and during it that of the other; the ranks do so in different orders."""
     groups = [torch.distributed.new_group([0, 1]) for _ in range(2)]
     modules = [DistributedDataParallel(network(), process_group=each) for each in groups]
@@ -169,5 +151,8 @@ def in_another_order(rank: int) -> bool:
     return all(map(torch.allclose, one, other))
 
 
-def test_modules_over_different_groups_do_not_wait_for_each_other(trainers: list[Process]) -> None:
-    assert run_all(trainers, in_another_order) == [True] * TRAINERS
+@pytest.mark.parametrize(
+    "program", [two_uses_without_synchronisation, a_group_that_ends_with_its_module, groups_that_do_not_wait]
+)
+def test_programs_of_all_trainers(trainers: list[Process], program: Callable[[int], bool]) -> None:
+    assert run_all(trainers, program) == [True] * TRAINERS

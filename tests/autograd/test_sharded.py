@@ -97,8 +97,7 @@ def compared(rank: int, program: Any, options: dict[str, Any]) -> list[bool]:
     if "rounded" in options:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        options = {"mp_policy": policy}
+        options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
     return same(program, rank, **options)
 
 
@@ -167,8 +166,7 @@ def trained(rank: int, rides: bool) -> tuple[list[Tensor], Tensor]:
     optimizer = DistributedOptimizer(torch.optim.Adam, parameters, lr=0.1)
     for step in range(3):
         with autograd.context() as context:
-            loss = mean_square(net(table(rows(rank, step))))
-            autograd.backward(context, loss, step=optimizer if rides else None)
+            autograd.backward(context, mean_square(net(table(rows(rank, step)))), step=optimizer if rides else None)
             if not rides:
                 optimizer.step(context)
     (weight,) = table.remote_parameters()

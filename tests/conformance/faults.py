@@ -32,8 +32,7 @@ class FaultyOptions(TensorPipeRpcBackendOptions):
         self, *, messages_to_fail: list[str], messages_to_delay: dict[str, float], num_fail_sends: int, **options: Any
     ) -> None:
         super().__init__(**options)
-        self.messages_to_fail = messages_to_fail
-        self.messages_to_delay = messages_to_delay
+        self.messages_to_fail, self.messages_to_delay = messages_to_fail, messages_to_delay
         self.num_fail_sends = num_fail_sends
 
 

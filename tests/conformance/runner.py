@@ -30,10 +30,8 @@ class Parent:
     """A warm parent process, with everything that its tests leave behind."""
 
     def __init__(self, reference: bool, way: str, limit: float) -> None:
-        self.is_sound = True
-        self._limit = limit
-        self._test = ""
-        self._begun = 0.0
+        self.is_sound, self._limit = True, limit
+        self._test, self._begun = "", 0.0
         self._folder = tempfile.mkdtemp(prefix="conformance-")
         self._log = pathlib.Path(self._folder, "log")
         self._is_ready = False

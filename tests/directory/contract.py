@@ -44,8 +44,7 @@ class Contract(Fixtures):
     # Leases
 
     def test_a_lease_that_is_not_renewed_ends(self, client: Directory, make: Make, place: str, engine: Engine) -> None:
-        since = client.list(place).revision
-        lease = client.grant(engine.ttl)
+        since, lease = client.list(place).revision, client.grant(engine.ttl)
         assert lease.ttl >= engine.ttl
         assert lease.ends <= time.monotonic() + lease.ttl
         entry = written(client.swap(f"{place}a", b"1", lease=lease))
@@ -95,8 +94,7 @@ class Contract(Fixtures):
         lease = leaving.grant(LONG)
         entry = written(leaving.swap(f"{place}a", b"1", lease=lease))
         leaving.close()
-        assert read(client, f"{place}a") == entry
-        assert client.renew(lease).id == lease.id
+        assert (read(client, f"{place}a"), client.renew(lease).id) == (entry, lease.id)
 
     def test_a_closed_client_is_lost(self, make: Make, place: str) -> None:
         closed = make()

@@ -103,8 +103,7 @@ class NaiveEngine:
     ttl, slack = 0.3, 0.5
 
     def __init__(self) -> None:
-        self.state = Naive()
-        self.changed = threading.Condition()
+        self.state, self.changed = Naive(), threading.Condition()
         self.is_up = True
 
     def client(self, patience: float = 10.0) -> "NaiveClient":

@@ -35,8 +35,7 @@ class Server:
     ttl, slack = 0.4, 0.3
 
     def __init__(self, folder: pathlib.Path, **settings: str) -> None:
-        self.folder = folder
-        self.port = free_port()
+        self.folder, self.port = folder, free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.group = f"group-{secrets.token_hex(4)}"
         self.settings = {

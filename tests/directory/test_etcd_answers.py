@@ -204,8 +204,7 @@ def test_a_watch_that_is_refused_is_an_error(played: Play, connected: Connect) -
 
 def test_a_watch_that_ends_again_and_again_is_lost(played: Play, connected: Connect) -> None:
     """The client tries again with growing pauses."""
-    created = json.dumps({"result": {**header(), "created": True}}).encode() + b"\n"
-    server = played(lambda *_: created)
+    server = played(lambda *_: json.dumps({"result": {**header(), "created": True}}).encode() + b"\n")
     began = time.monotonic()
     with pytest.raises(DirectoryLost, match="closed"):
         connected(f"etcd://127.0.0.1:{server.port}", 1.0).watch("", 0, LONG)

@@ -169,8 +169,7 @@ class TestSomeFail(Three):
             wait_until(lambda: one.watchers() == 1, LONG)
             one.pause()
             entry = written(writer.swap(f"{place}a", b""))
-            events = watching.result(SILENCE + PATIENCE)[1]
-            assert [event.entry for event in events] == [entry]
+            assert [event.entry for event in watching.result(SILENCE + PATIENCE)[1]] == [entry]
 
     @pytest.mark.nightly
     @pytest.mark.parametrize("how", ["killed", "stopped"])

@@ -62,8 +62,7 @@ def address(cluster: Cluster) -> str:
 def test_ttls_are_whole_seconds(address: str, connected: Connect) -> None:
     client = connected(address)
     for asked, granted in ((0.1, 2.0), (1.0, 2.0), (2.5, 3.0), (7.0, 7.0)):
-        began = time.monotonic()
-        lease = client.grant(asked)
+        began, lease = time.monotonic(), client.grant(asked)
         assert lease.ttl == granted
         assert began + granted <= lease.ends <= time.monotonic() + granted
         renewed = client.renew(lease)
@@ -97,8 +96,7 @@ def test_watches_leave_no_stream_behind(cluster: Cluster, address: str, connecte
     for _ in range(5):
         revision = written(client.swap("a", b"", revision)).revision
         since, events = client.watch("", since, SOON)
-        assert [event.revision for event in events] == [revision]
-        assert client.watch("", since, 0.0) == (since, [])
+        assert ([event.revision for event in events], client.watch("", since, 0.0)) == ([revision], (since, []))
     wait_until(lambda: not cluster.nodes[0].watchers())  # etcd needs a moment to see that a stream was closed
 
 
@@ -172,8 +170,7 @@ def test_users_are_limited_to_their_prefix(started: Start, connected: Connect, t
     assert user.watch("", entry.revision - 1, SOON)[1][0].entry == entry
     cluster.kill()  # the tokens of the server are gone
     cluster.start()
-    assert user.list("").entries == (entry,)
-    assert user.renew(lease).id == lease.id
+    assert (user.list("").entries, user.renew(lease).id) == ((entry,), lease.id)
     second = written(user.swap("a", b"2", entry.revision, lease))
     assert user.watch("", entry.revision, SOON)[1][0].entry == second
 

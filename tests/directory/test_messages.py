@@ -77,8 +77,7 @@ def ends(longest: int = 1 << 22) -> tuple[Channel, Channel]:
 def test_messages_arrive_in_pieces_of_any_size(sent: list[bytes], size: int) -> None:
     here, there = ends()
     stream = b"".join(map(here.encrypt, sent))
-    found = [message for at in range(0, len(stream), size) for message in there.decrypt(stream[at : at + size])]
-    assert found == sent
+    assert [message for at in range(0, len(stream), size) for message in there.decrypt(stream[at : at + size])] == sent
 
 
 @pytest.mark.parametrize("size", [0, RECORD - 5, RECORD - 4, RECORD - 3, 3 * RECORD])

@@ -66,8 +66,7 @@ class World:
 def test_the_next_endpoint_is_asked_if_one_fails() -> None:
     world = World()
     world.down |= {0, 1}
-    assert world.ask() == [2]
-    assert [each.endpoint for each in world.made] == [0, 1, 2]
+    assert (world.ask(), [each.endpoint for each in world.made]) == ([2], [0, 1, 2])
     world.down.clear()
     assert world.ask(Unanswered("slow")) == [2, 0]
     assert world.ask(OSError("broke")) == [0, 1]

@@ -37,8 +37,7 @@ def work(table: LeaseTable, chance: random.Random) -> None:
     """Do a random operation."""
     leases = list(table.leases)
     key, client = f"{chance.randrange(6)}", f"client{chance.randrange(3)}"
-    found = table.list(key).entries
-    kind = chance.random()
+    found, kind = table.list(key).entries, chance.random()
     if kind < 0.1:
         table.grant(chance.choice([1.0, 2.5]), 0.0)
     elif kind < 0.2 and leases:
@@ -62,8 +61,7 @@ def test_committed_operations_are_there_after_a_restart(path: str, seed: int) ->
             before = content(opened)
             opened.file.close()
             opened = LeaseTable(path, limits)
-            assert content(opened) == before
-            assert opened.identity == identity
+            assert (content(opened), opened.identity) == (before, identity)
     assert opened.file.one("SELECT count(*) FROM changes") <= 20
     opened.file.close()
 
@@ -127,5 +125,4 @@ def test_auxiliary_files_are_as_private_as_the_main_file(path: str) -> None:
     opened = LeaseTable(path)
     opened.swap("a", b"")
     opened.file.commit(opened.revision)
-    folder = pathlib.Path(path).parent
-    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in pathlib.Path(path).parent.iterdir()} == {0o600}

@@ -23,8 +23,7 @@ class Beside(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
-        self.model = Naive()
+        self.now, self.model = 0.0, Naive()
         self.table = LeaseTable(limits=Limits(changes=KEPT))
 
     @rule(target=leases, ttl=st.sampled_from([1.0, 2.0, 5.0]))
@@ -101,8 +100,7 @@ class Beside(RuleBasedStateMachine):
             since, events = self.table.changes(prefix, since, most)
             assert len(found) == 0 or len(events) == 0 or events[0].revision > found[-1].revision
             found += events
-        assert found == wanted
-        assert self.table.changes(prefix, since, most) == (since, [])
+        assert (found, self.table.changes(prefix, since, most)) == (wanted, (since, []))
 
     @invariant()
     def agrees(self) -> None:

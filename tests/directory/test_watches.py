@@ -28,8 +28,7 @@ class Watcher:
     def __init__(self, connection: int, prefix: str, since: int) -> None:
         self.connection, self.prefix, self.since = connection, prefix, since
         self.seen: Events = []
-        self.waits = False
-        self.is_compacted = False
+        self.waits, self.is_compacted = False, False
 
     def begin(self, watches: Watches[int], seconds: float, now: float) -> None:
         if self.is_compacted or self.waits:
@@ -123,15 +122,12 @@ def test_a_waiting_watch_needs_no_changes_of_other_prefixes() -> None:
 def test_a_change_is_reported_at_once() -> None:
     table = LeaseTable()
     watches = Watches[int](table)
-    assert watches.add(1, "a", 0, 10.0, 0.0) is None
-    assert watches.collect(0.0) == []
-    assert watches.next_at() == 10.0
+    assert (watches.add(1, "a", 0, 10.0, 0.0), watches.collect(0.0), watches.next_at()) == (None, [], 10.0)
     write(table, "b")
     assert watches.collect(0.0) == []
     write(table, "a")
     [(connection, reply)] = watches.collect(0.0)
-    assert connection == 1
-    assert [event.key for event in read_reply(reply).changes] == ["a"]
+    assert (connection, [event.key for event in read_reply(reply).changes]) == (1, ["a"])
 
 
 def test_changes_with_many_watchers_are_collected_for_a_while() -> None:
@@ -151,8 +147,7 @@ def test_changes_with_many_watchers_are_collected_for_a_while() -> None:
     assert watches.next_at() == pytest.approx(count * EACH)
     write(table, "a")
     replies = watches.collect(count * EACH)
-    assert [event.revision for event in read_reply(replies[0][1]).changes] == [2, 3]
-    assert len(replies) == count
+    assert ([event.revision for event in read_reply(replies[0][1]).changes], len(replies)) == ([2, 3], count)
     watch(3, 1.0)
     write(table, "a")
     assert len(watches.collect(1.0)) == count  # the last change is long enough ago
@@ -245,8 +240,6 @@ def test_each_operation_reports_its_outcome() -> None:
         watches.add(1, "a", 9, 1.0, 1.0)
     at_once = watches.add(1, "", 0, float("nan"), 1.0)
     assert at_once is not None
-    assert len(read_reply(at_once).changes) == 2
-    assert watches.add(1, "", 3, 1.0, 1.0) is None
+    assert (len(read_reply(at_once).changes), watches.add(1, "", 3, 1.0, 1.0)) == (2, None)
     watches.leave(1)
-    assert watches.collect(9.0) == []
-    assert watches.next_at() is None
+    assert (watches.collect(9.0), watches.next_at()) == ([], None)

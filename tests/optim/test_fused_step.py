@@ -97,8 +97,7 @@ def test_an_unused_send_makes_the_owner_wait_for_a_call(sent: Counter[str]) -> N
     optimizer = DistributedOptimizer(torch.optim.SGD, [used, other], lr=1)
     with autograd.context() as context:
         used.to_here()
-        loss = (used.to_here() * other.to_here()).sum()
-        counts = backward(sent, context, loss, step=optimizer)
+        counts = backward(sent, context, (used.to_here() * other.to_here()).sum(), step=optimizer)
     assert counts["call"] == counts["result"] == 1
     assert used.to_here().sum() == other.to_here().sum() == 0
 
@@ -173,8 +172,7 @@ def test_passes_of_one_context_may_step_at_once() -> None:
     optimizer.register_step_post_hook(meet)
     with autograd.context() as context:
         value = leaf.to_here()
-        passes = [autograd.backward_async(context, value.sum(), step=optimizer) for _ in range(2)]
-        for future in passes:
+        for future in [autograd.backward_async(context, value.sum(), step=optimizer) for _ in range(2)]:
             future.wait()
 
 
@@ -314,8 +312,7 @@ def test_gradients_do_not_wait_for_a_step_elsewhere() -> None:
     Waits.came.clear()
     weight, x = remote("w1", make_leaf), torch.ones(3, 3, requires_grad=True)
     x.register_hook(lambda _: Waits.came.set())
-    optimizer = DistributedOptimizer(Waits, [weight], lr=1)
-    train(optimizer, lambda: rpc_sync("w1", times, (x, weight)).sum(), fused=True)
+    train(DistributedOptimizer(Waits, [weight], lr=1), lambda: rpc_sync("w1", times, (x, weight)).sum(), fused=True)
     assert weight.to_here().sum() == 0
 
 
@@ -358,8 +355,7 @@ class Halving(DistributedOptimizer):
 
 def test_a_subclass_can_act_before_a_riding_step() -> None:
     leaf = remote("w1", make_leaf)
-    optimizer = Halving(torch.optim.SGD, [leaf], lr=1.0)
-    train(optimizer, lambda: leaf.to_here().sum(), fused=True)
+    train(Halving(torch.optim.SGD, [leaf], lr=1.0), lambda: leaf.to_here().sum(), fused=True)
     assert leaf.to_here()[0, 0] == 0.5
 
 
@@ -401,8 +397,7 @@ def test_hyperparameters_are_sent_again_after_a_failed_step(rides: bool) -> None
 
     def step() -> None:
         with autograd.context() as context:
-            loss = (good.to_here() * bad.to_here()).sum()
-            autograd.backward(context, loss, step=optimizer if rides else None)
+            autograd.backward(context, (good.to_here() * bad.to_here()).sum(), step=optimizer if rides else None)
             if not rides:
                 optimizer.step(context)
 

@@ -56,8 +56,7 @@ def same(spread: Model, whole: Model, tolerance: float = 1e-12) -> bool:
 
 
 def data(seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(8, 4, dtype=torch.float64, generator=generator)
+    return torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def loss_of(model: Model, seed: int) -> torch.Tensor:
@@ -114,8 +113,7 @@ def grad_of(leaf: RRef[torch.Tensor]) -> torch.Tensor | None:
 def test_grad_is_left_alone() -> None:
     leaf = remote("w1", make_leaf)
     rpc_sync("w1", set_grad, (leaf,))
-    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
-    train(optimizer, lambda: leaf.to_here().sum())
+    train(DistributedOptimizer(torch.optim.SGD, [leaf], lr=1), lambda: leaf.to_here().sum())
     assert leaf.to_here().sum() == 0
     assert rpc_sync("w1", grad_of, (leaf,)).unique() == 7
 
@@ -492,8 +490,7 @@ def test_a_worker_without_parameters_has_no_share() -> None:
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)
     assert list(optimizer.locals) == ["w1"]
     optimizer.add_param_group({"params": [RRef(nn.Tanh()), RRef(linear(2, 2))], "lr": 0.5})
-    assert list(optimizer.locals) == ["w1", "w0"]
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    assert (list(optimizer.locals), [group["lr"] for group in optimizer.param_groups]) == (["w1", "w0"], [0.1, 0.5])
 
 
 def test_a_step_does_not_make_uninvolved_owners_join_the_context(five: list[Worker]) -> None:

@@ -58,8 +58,7 @@ class Injection:
     """Have SIGINT arrive at certain points, counted from 0."""
 
     def __init__(self, *at: int) -> None:
-        self.at = set(at)
-        self.seen = 0
+        self.at, self.seen = set(at), 0
         self.where: list[str] = []
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
@@ -144,8 +143,7 @@ class Picky:
 def books() -> dict[str, int]:
     """Return the numbers of references and contexts that a worker keeps."""
     gc.collect()
-    contexts = len(current.here().conductor.contexts._contexts)
-    return {**rpc.debug_info(), "contexts": contexts}
+    return {**rpc.debug_info(), "contexts": len(current.here().conductor.contexts._contexts)}
 
 
 # Calls that are interrupted
@@ -168,8 +166,7 @@ def call_with_own_pickling() -> None:
 
 
 def local_reference() -> None:
-    rref = RRef(torch.ones(3))
-    assert rpc.rpc_sync(A, take_reference, (rref,), timeout=LIMIT) == 3
+    assert rpc.rpc_sync(A, take_reference, (RRef(torch.ones(3)),), timeout=LIMIT) == 3
 
 
 def group_call() -> None:
@@ -205,8 +202,7 @@ def cancelled() -> None:
 
 def stream() -> None:
     with rpc.rpc_stream(A, numbers, timeout=LIMIT) as items:
-        assert next(items) == 1
-        assert next(items) == 2
+        assert (next(items), next(items)) == (1, 2)
     assert list(rpc.rpc_stream(A, numbers, timeout=LIMIT)) == [1, 2, 3]
 
 
@@ -222,8 +218,7 @@ def take_reference(rref: Any) -> float:
 
 def actor() -> None:
     counter = rpc.remote(A, Counter, timeout=LIMIT)
-    assert counter.rpc_sync(timeout=LIMIT).add(2) == 2
-    assert counter.rpc_async(timeout=LIMIT).add(2).wait() == 4
+    assert (counter.rpc_sync(timeout=LIMIT).add(2), counter.rpc_async(timeout=LIMIT).add(2).wait()) == (2, 4)
 
 
 def backward() -> None:
@@ -257,14 +252,12 @@ def step() -> None:
 
 def fused_step() -> None:
     with autograd.context() as context_id:
-        loss = _trained[0].module(torch.ones(2, 3)).sum()
-        autograd.backward(context_id, [loss], step=_trained[0].optimizer)
+        autograd.backward(context_id, [_trained[0].module(torch.ones(2, 3)).sum()], step=_trained[0].optimizer)
 
 
 def module_made() -> None:
     module = RemoteModule(A, torch.nn.Linear, (3, 1))
-    assert module(torch.ones(2, 3)).shape == (2, 1)
-    assert len(module.remote_parameters()) == 2
+    assert (module(torch.ones(2, 3)).shape, len(module.remote_parameters())) == ((2, 1), 2)
 
 
 def published() -> None:
@@ -374,8 +367,7 @@ def points(act: Callable[[], None]) -> int:
 
 def signals_at_random(seed: int, count: int) -> int:
     """Interrupt calls by a timer's signal; return how often."""
-    before = prepare()
-    chooser = random.Random(seed)
+    before, chooser = prepare(), random.Random(seed)
     acts = [*SCENES.values(), sleep_there]
     acts.remove(in_a_loop)  # an interrupt may leave the loop of asyncio.run open
     signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -414,8 +406,7 @@ class Alarm(Exception):
 
 def other_handlers(seed: int, count: int) -> int:
     """Check that the exception of a handler is raised once, as the same object; return how often."""
-    before = prepare()
-    chooser = random.Random(seed)
+    before, chooser = prepare(), random.Random(seed)
     made: list[BaseException] = []
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -532,8 +523,7 @@ def in_own_code(one_in: int) -> int:
     interrupted. Return how often it was raised.
     """
     rpc.rpc_sync(rpc.get_worker_info().name, double, (1,))  # as an optimizer with parameters here does
-    before = prepare()
-    done = 0
+    before, done = prepare(), 0
     for number, (name, act) in enumerate(OWN_CODE.items()):
         for error in (KeyboardInterrupt(), SystemExit(7), Stop(), Alarm())[number % one_in :: one_in]:
 
@@ -562,8 +552,7 @@ def in_own_code(one_in: int) -> int:
 def beside_another_thread(seed: int) -> int:
     """Check that calls of another thread over the same connection go on; return how many."""
     prepare()
-    chooser = random.Random(seed)
-    known = points(call_with_tensors)
+    chooser, known = random.Random(seed), points(call_with_tensors)
     over = False
     wrong: list[BaseException] = []
     count = 0
@@ -642,8 +631,7 @@ def calls_in_handlers(seed: int, one_in: int) -> None:
             assert time.monotonic() < began + LIMIT, (first, act)
         assert time.monotonic() < began + LIMIT, f"{act.__name__} in a handler hung within the wait {first}"
     # At random places of short calls: one signal at a time, since on a busy machine a handler takes longer than a timer
-    chooser = random.Random(seed)
-    count = len(handled)
+    chooser, count = random.Random(seed), len(handled)
     wanted[:] = [call]
     until = time.monotonic() + LIMIT
     while len(handled) < count + AT_RANDOM:
@@ -699,8 +687,7 @@ def _lives(seed: int, count: int) -> int:
         try:
             wait_until(lambda: remains() == before, LIMIT)
         except AssertionError as error:
-            said = f"SEED={seed} {point} {injection.where}\nbefore {before}\nnow {remains()}"
-            raise AssertionError(said) from error
+            raise AssertionError(f"SEED={seed} {point} {injection.where}\nbefore {before}\nnow {remains()}") from error
     return known
 
 
@@ -712,8 +699,7 @@ def remains() -> tuple[int, list[str]]:
 
 def sweep(names: list[str], count: int, seed: int) -> int:
     """Interrupt `count` times, or at each point once if 0; at half of them, once more soon after. Return how often."""
-    before = prepare()
-    chooser = random.Random(seed)
+    before, chooser = prepare(), random.Random(seed)
     done = 0
     for name in names:
         act = SCENES[name]

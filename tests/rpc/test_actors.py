@@ -25,8 +25,7 @@ class Log:
         if gate is not None:
             assert gates[gate].wait(PATIENCE)
         self.seen: list[tuple[object, ...]] = []
-        self.inside = 0
-        self.most = 0
+        self.inside, self.most = 0, 0
         self.friend = None
 
     def note(self, *what: object) -> int:
@@ -96,14 +95,12 @@ def test_calls_run_in_the_order_in_which_they_were_made() -> None:
     for number in range(200):
         log.rpc_async().note_slowly(number) if number % 3 else log.remote().note(number)
     most, seen = log.rpc_sync().all()
-    assert most == 1
-    assert seen == [(number,) for number in range(200)]
+    assert (most, seen) == (1, [(number,) for number in range(200)])
 
 
 def make_calls(log: RRef[Log], number: int, seed: int) -> None:
     """Make calls of all kinds, with arguments that are sent in different ways."""
-    chance = random.Random(seed + number)
-    calls = []
+    chance, calls = random.Random(seed + number), []
     for index in range(100):
         method = chance.choice(["note", "note_slowly", "note_later"])
         proxy = chance.choice([log.rpc_async, log.remote])()

@@ -239,8 +239,7 @@ def test_a_loop_closed_before_the_answer_disturbs_no_other_wait(kind: str, capfd
     loop.run_until_complete(begin())
     loop.close()
     opened.set()
-    assert one.wait() == 1
-    assert several.wait() == [2, 2]
+    assert (one.wait(), several.wait()) == (1, [2, 2])
     for task in tasks:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):

@@ -91,8 +91,7 @@ def test_a_batch_runs_when_its_first_call_has_waited_long_enough() -> None:
 def test_callers_on_several_workers_share_a_batch() -> None:
     adder = remote("w1", Adder)
     calls = [rpc_async(worker, use, (adder,)) for worker in ("w0", "w1", "w1", "w2")]
-    assert [call.wait() for call in calls] == [6] * 4
-    assert adder.rpc_sync().seen() == [4]
+    assert ([call.wait() for call in calls], adder.rpc_sync().seen()) == ([6] * 4, [4])
 
 
 def use(adder: RRef[Adder]) -> int:
@@ -212,8 +211,7 @@ def test_a_batch_whose_loop_has_ended_does_not_delay_the_next() -> None:
 
 
 def test_each_loop_has_batches_of_its_own() -> None:
-    adder = Adder()
-    waits = threading.Event()
+    adder, waits = Adder(), threading.Event()
 
     async def one(value: int) -> int:
         call = asyncio.ensure_future(adder.timely(value))

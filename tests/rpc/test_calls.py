@@ -181,8 +181,7 @@ def test_futures_of_calls_are_futures_of_torch() -> None:
         told = []
         futures[1].add_done_callback(lambda future: told.append(future.value()))
         assert told == [2]
-        chained = a.agent.call_async("w1", operator.add, (1, 2), None).then(lambda f: f.wait() * 10)
-        assert chained.wait() == 30
+        assert a.agent.call_async("w1", operator.add, (1, 2), None).then(lambda f: f.wait() * 10).wait() == 30
         failing = a.agent.call_async("w1", fail, (ValueError, "late"), None)
         with pytest.raises(ValueError, match="late"):
             failing.then(lambda f: f.wait()).wait()
@@ -252,8 +251,7 @@ def test_a_function_that_is_slow_for_once_does_not_hold_up_others() -> None:
             a.agent.call("w1", pass_turnstile, None, None)
         turnstile.clear()
         futures = [a.agent.call_async("w1", pass_turnstile, None, None) for _ in range(3)]
-        opened = a.agent.call_async("w1", turnstile_set, None, None)
-        assert opened.wait() is None
+        assert a.agent.call_async("w1", turnstile_set, None, None).wait() is None
         assert all(future.wait() for future in futures)
 
 

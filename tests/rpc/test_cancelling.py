@@ -37,8 +37,7 @@ class Story:
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.changed = threading.Condition()
-        self.gate = threading.Event()
+        self.changed, self.gate = threading.Condition(), threading.Event()
 
     def tell(self, what: str) -> None:
         with self.changed:
@@ -143,9 +142,7 @@ def by_callback(to: str) -> Any:
 def test_a_cancelled_future_ends_at_once_and_its_function_notices(function: Callable[..., Any], event: str) -> None:
     future = rpc_async("w1", function)
     story.wait_for(f"{function.__name__} begins")
-    assert future.cancel()
-    assert future.done()
-    assert not future.cancel()
+    assert (future.cancel(), future.done(), future.cancel()) == (True, True, False)
     for look in (future.wait, future.value):
         with pytest.raises(CallCancelled, match=rf"{function.__name__} on worker 'w1' was cancelled"):
             look()
@@ -171,9 +168,7 @@ def test_a_cancelled_call_ends_although_the_future_of_its_function_does_not(kind
 
 def test_a_call_that_is_done_cannot_be_cancelled() -> None:
     future = rpc_async("w1", abs, (-1,))
-    assert future.wait() == 1
-    assert not future.cancel()
-    assert future.wait() == 1
+    assert (future.wait(), future.cancel(), future.wait()) == (1, False, 1)
     assert not rpc.Future().cancel()  # which stands for no call
 
 
@@ -298,8 +293,7 @@ def test_a_cancelled_call_in_the_queue_begins_only_if_it_must_finish() -> None:
         assert running.wait()
         assert last.wait()
         wait_until(lambda: b.agent.idle)
-        begun = [event for event in story.events if "begins" in event]
-        assert begun == ["first begins", "keep begins", "last begins"]
+        assert [event for event in story.events if "begins" in event] == ["first begins", "keep begins", "last begins"]
         assert "keep ends False" in story.events
 
 
@@ -739,8 +733,7 @@ def test_a_backward_pass_leaves_out_cancelled_calls(begins: bool) -> None:
 def test_a_backward_pass_leaves_out_calls_that_were_never_sent() -> None:
     with agents_here(2), autograd.context() as context:
         x = torch.ones(3, requires_grad=True)
-        futures = [rpc_async("w1", torch.mul, (x, 2)) for _ in range(3)]  # while the connection is made
-        for future in futures:
+        for future in [rpc_async("w1", torch.mul, (x, 2)) for _ in range(3)]:  # while the connection is made
             future.cancel()
         autograd.backward(context, rpc_sync("w1", torch.mul, (x, 4)).sum())
         assert torch.equal(autograd.get_gradients(context)[x], torch.full((3,), 4.0))

@@ -100,8 +100,7 @@ def on(owner: str) -> rpc.RRef[torch.Tensor]:
 
 
 def test_a_value_for_a_value_takes_one_call(trio: list[Worker], sent: Counter[str]) -> None:
-    assert rpc.rpc_sync("w1", plain, (torch.ones(2),)) == "Tensor"
-    assert settled(trio, sent) == {"call": 1, "result": 1}
+    assert (rpc.rpc_sync("w1", plain, (torch.ones(2),)), settled(trio, sent)) == ("Tensor", {"call": 1, "result": 1})
 
 
 @pytest.mark.parametrize("function", [bare, wanted])
@@ -114,8 +113,7 @@ def test_a_value_becomes_a_reference(trio: list[Worker], sent: Counter[str], fun
 def test_a_reference_becomes_its_value(trio: list[Worker], sent: Counter[str], owner: str, calls: int) -> None:
     ref = on(owner)
     settled(trio, sent)
-    assert rpc.rpc_sync("w1", plain, (ref,)) == "Tensor"
-    assert settled(trio, sent) == {"call": calls, "result": calls}
+    assert (rpc.rpc_sync("w1", plain, (ref,)), settled(trio, sent)) == ("Tensor", {"call": calls, "result": calls})
 
 
 @pytest.mark.parametrize(
@@ -129,8 +127,7 @@ def test_a_reference_becomes_its_value(trio: list[Worker], sent: Counter[str], o
 def test_a_reference_is_passed_on(trio: list[Worker], sent: Counter[str], owner: str, messages: dict[str, int]) -> None:
     ref = on(owner)
     settled(trio, sent)
-    assert rpc.rpc_sync("w1", wanted, (ref,)) == "RRef"
-    assert settled(trio, sent) == {"call": 1, "result": 1, **messages}
+    assert (rpc.rpc_sync("w1", wanted, (ref,)), settled(trio, sent)) == ("RRef", {"call": 1, "result": 1, **messages})
 
 
 def test_without_a_clear_annotation_nothing_is_converted(trio: list[Worker]) -> None:

@@ -310,8 +310,7 @@ def test_servers_go_along_to_the_next_generation(tcp: str) -> None:
         made[0].begin(drive, tcp, "driver", 20, [made[1].pid], 4)
         sizes = made[0].end()
         assert [process.end() for process in made[2:]] == ["ended", "ended"]
-    assert sizes[0] == 4
-    assert sizes[-1] == 3
+    assert (sizes[0], sizes[-1]) == (4, 3)
 
 
 @pytest.mark.nightly
@@ -587,8 +586,7 @@ def test_another_node_joins_under_torchrun(tmp_path: pathlib.Path) -> None:
     second = torchrun(script, str(tmp_path), "4", nodes="1:2", port=port)
     outs = [each.communicate(timeout=200)[0] for each in (first, second)]
     assert [each.returncode for each in (first, second)] == [0, 0], outs
-    sizes = {path.name.split("-")[-1] for path in tmp_path.glob("?-*")}
-    assert sizes == {"2", "4"}
+    assert {path.name.split("-")[-1] for path in tmp_path.glob("?-*")} == {"2", "4"}
 
 
 # A worker that is stopped for longer than `silence`, and resumes
@@ -759,6 +757,5 @@ def test_the_directory_is_killed_again_and_again(place: str, tmp_path: pathlib.P
         for number in range(3):
             made[number].kill()
             made[number + 3].begin(work, place, f"w{number}", str(tmp_path), 0, "often")
-            last = max(each[0] for each in records(tmp_path))
-            wait_for_generation(tmp_path, last + 1, 3)
+            wait_for_generation(tmp_path, max(each[0] for each in records(tmp_path)) + 1, 3)
         end_and_check(tmp_path, made[3:])

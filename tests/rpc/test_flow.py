@@ -33,8 +33,7 @@ def test_items_that_were_not_sent_count_as_kept() -> None:
     supply.pull(0, 0, "a")
     awaited = supply.awaited
     supply.put(1, 10)
-    assert supply.kept == 0
-    assert (awaited, supply.awaited) == ("a", None)
+    assert (supply.kept, awaited, supply.awaited) == (0, "a", None)
     supply.put(2, 10)
     supply.put(3, 0)
     assert supply.kept == 10 + 2 * ITEM
@@ -70,16 +69,13 @@ def test_a_reader_reports_half_a_window_at_once() -> None:
     intake.take()
     assert not intake.must_tell
     intake.take()
-    assert intake.must_tell
-    assert intake.tell() == 2
-    assert not intake.must_tell
+    assert (intake.must_tell, intake.tell(), intake.must_tell) == (True, 2, False)
     intake.came([4], [50], False)
     intake.take()
     assert not intake.must_tell
     intake.take()
     assert intake.must_tell  # half of the bytes
-    assert intake.pull() == (0, 4)
-    assert not intake.must_tell
+    assert (intake.pull(), intake.must_tell) == ((0, 4), False)
 
 
 def test_more_items_than_may_be_unread_are_refused() -> None:

@@ -193,8 +193,7 @@ def test_sixty_four_workers_on_one_machine() -> None:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_messages_above_4_gb(transport: str) -> None:
     def send() -> tuple[int, int]:
-        size = (4 << 30) + 4096
-        tensor = torch.zeros(size, dtype=torch.uint8)
+        tensor = torch.zeros((4 << 30) + 4096, dtype=torch.uint8)
         tensor[-1] = 7
         return rpc.rpc_sync("worker1", last_of, (tensor,))
 
@@ -222,8 +221,7 @@ def test_workers_join_and_leave_a_dynamic_group(tcp: str) -> None:
             kind, _, _ = made[0].run(error_of, call, "second", int, ())
         assert kind is errors.UnknownWorker
         assert made[1].run(join, "second", tcp) == 1  # a new worker under the old name
-        assert made[0].run(call, "second") == 3
-        assert made[2].run(call, 1) == 3
+        assert (made[0].run(call, "second"), made[2].run(call, 1)) == (3, 3)
         kind, text, _ = made[1].run(error_of, join_again, tcp)
         assert kind is errors.WorkerTaken
         assert "'third'" in text

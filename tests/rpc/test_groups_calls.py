@@ -152,8 +152,7 @@ def test_results_can_be_asked_at_the_moment_of_the_last_arrival(actors: rpc.Grou
         future = actors.rpc_async(odd_ones_fail, (7,))
         assert len(list(future.as_completed())) == len(NAMES)
         assert future.done()
-        assert sorted(future.errors()) == ["w1", "w3", "w5"]
-        assert future.results() == {"w2": 7, "w4": 7}
+        assert (sorted(future.errors()), future.results()) == (["w1", "w3", "w5"], {"w2": 7, "w4": 7})
 
 
 def test_first_returns_the_first_results_that_succeed(actors: rpc.Group) -> None:
@@ -211,9 +210,7 @@ def test_gradients_flow_through_group_calls(actors: rpc.Group) -> None:
 
 def test_reductions_keep_the_order(actors: rpc.Group) -> None:
     future = actors.rpc_async(name, reduce=operator.add)
-    assert future.wait() == "".join(NAMES)
-    assert future.errors() == {}
-    assert future.workers == NAMES
+    assert (future.wait(), future.errors(), future.workers) == ("".join(NAMES), {}, NAMES)
     assert actors[:1].rpc_sync(name, reduce=operator.add) == "w1"
     assert rpc.group().rpc_sync(name, reduce=operator.add) == "".join(["w0", *NAMES])
     assert actors.rpc_sync(torch.full, ((2,), 2.0), reduce=torch.add).tolist() == [10, 10]

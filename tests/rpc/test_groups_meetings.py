@@ -83,8 +83,7 @@ def test_barriers_of_other_names_and_groups_are_separate(actors: rpc.Group) -> N
 
 def test_all_reduce_combines_the_values_of_all(actors: rpc.Group) -> None:
     assert [each.tolist() for each in actors.rpc_sync(sum_up, (actors,))] == [[15, 15]] * 5
-    largest = actors.rpc_sync(sum_up, (actors,), {"op": torch.maximum})
-    assert [each.tolist() for each in largest] == [[5, 5]] * 5
+    assert [each.tolist() for each in actors.rpc_sync(sum_up, (actors,), {"op": torch.maximum})] == [[5, 5]] * 5
     with pytest.raises(errors.GroupError, match="w3: TypeError"):
         actors.rpc_sync(sum_up, (actors,), {"op": operator.index})
 

@@ -44,9 +44,7 @@ class Ordered:
 
 def test_remote_of_a_group_makes_a_value_on_each_worker(actors: rpc.Group) -> None:
     refs = actors.remote(Counter, (5,))
-    assert refs.names == NAMES
-    assert len(refs) == 5
-    assert [each.owner_name() for each in refs] == NAMES
+    assert (refs.names, len(refs), [each.owner_name() for each in refs]) == (NAMES, 5, NAMES)
     assert "w3" in refs
     assert rpc.WorkerInfo("w0", 0) not in refs
     assert repr(refs) == "<RefGroup of 5, on 'w1', 'w2', 'w3', 'w4', 'w5'>"
@@ -167,8 +165,7 @@ def make() -> None:
 
 
 def use_them() -> dict[str, bool]:
-    found = kept[0].rpc_async().add(1).errors()
-    return {name: isinstance(error, errors.PeerError) for name, error in found.items()}
+    return {name: isinstance(error, errors.PeerError) for name, error in kept[0].rpc_async().add(1).errors().items()}
 
 
 def create_after_a_death() -> list[str]:

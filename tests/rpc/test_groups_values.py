@@ -72,8 +72,7 @@ def test_the_repr_liveness_and_version_of_a_group() -> None:
     assert not (pair | pair)[:1].live
     assert actors.version == rpc.group("learner").version
     assert not actors.now().live
-    assert actors.now().version == 0
-    assert actors.now() == rpc.group(["w1", "w2", "w3", "w4"])
+    assert (actors.now().version, actors.now()) == (0, rpc.group(["w1", "w2", "w3", "w4"]))
 
 
 def test_groups_compare_and_hash_by_value() -> None:
@@ -92,8 +91,7 @@ def names_and_type(group: rpc.Group, *more: Any) -> tuple[list[str], str, rpc.Gr
 def test_a_group_can_be_sent_and_returned(make: Callable[[rpc.Group], rpc.Group]) -> None:
     group = make(rpc.group("actor"))
     names, where, back = rpc.rpc_sync("w5", names_and_type, (group,))
-    assert (names, where) == (group.names, "w5")
-    assert back.names == group.names
+    assert (names, where, back.names) == (group.names, "w5", group.names)
 
 
 untyped: Any = rpc.group

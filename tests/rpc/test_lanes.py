@@ -104,8 +104,7 @@ def test_calls_keep_their_order(pair: list[Worker]) -> None:
     a, b = pair
     widen(a, b)
     tensor = torch.ones(40 * LARGE, dtype=torch.uint8)
-    futures = [a.agent.call_async("w1", note, (i, tensor) if i % 3 == 0 else (i,), None) for i in range(60)]
-    for future in futures:
+    for future in [a.agent.call_async("w1", note, (i, tensor) if i % 3 == 0 else (i,), None) for i in range(60)]:
         future.wait()
     assert order == list(range(60))
 

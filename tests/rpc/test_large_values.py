@@ -60,8 +60,7 @@ def test_a_received_value_shares_no_memory_with_the_sender() -> None:
 
     for to in ("w1", "w0"):
         back = rpc.rpc_sync(to, change, (kept,))
-        assert back[0][:4] == b"else"
-        assert kept == [DATA[:LARGE], {"deep": DATA[:LARGE]}]
+        assert (back[0][:4], kept) == (b"else", [DATA[:LARGE], {"deep": DATA[:LARGE]}])
         again = rpc.rpc_sync(to, change, (kept,))  # may be received in reused memory
         again[0][4:8] = b"here"
         assert back[0][4:] == DATA[4:LARGE]

@@ -60,8 +60,7 @@ def test_the_values_that_are_kept_for_one_worker_are_limited(three: Three) -> No
     refused = remote(caller, MOST)
     with pytest.raises(LimitReached, match=r"worker 'w0' keeps 20 values .*'w1' holds.* Delete some references"):
         refused.to_here()
-    assert remote(other, 100).to_here() == 100
-    assert sorted(made) == [*range(MOST), 100]
+    assert (remote(other, 100).to_here(), sorted(made)) == (100, [*range(MOST), 100])
     current.enter(caller)
     with pytest.raises(LimitReached):
         rpc.rpc_sync("w0", rpc.RRef, (1,))  # the same for references in results
@@ -90,8 +89,7 @@ def test_the_connections_of_one_worker_are_limited(three: Three) -> None:
 
     wait_until(lambda: numbers[-1] in [connection for _, connection in list(accepted.values())])
     wait_until(lambda: of("w1") <= MOST_CONNECTIONS)  # the oldest ends right after the newest was added
-    assert of("w1") == MOST_CONNECTIONS
-    assert of("w2") == 1
+    assert (of("w1"), of("w2")) == (MOST_CONNECTIONS, 1)
     assert rpc.rpc_sync("w0", operator.neg, (1,)) == -1  # by the other caller
     current.enter(caller)
     wait_until(lambda: getattr(caller.agent._connections.peer("w0").link, "closed", True))

@@ -41,8 +41,7 @@ def test_callbacks_of_a_dynamic_group_report_joins_leaves_and_losses(where: str)
     with processes(4) as (boss, x, y, z):
         boss.run(join_and_watch, "boss", where, 0, True)
         x.run(join_and_watch, "x", where, -1, True)
-        assert boss.run(next_event) == ("join", "x", 3)
-        assert x.run(next_event) == ("join", "boss", 3)
+        assert (boss.run(next_event), x.run(next_event)) == (("join", "x", 3), ("join", "boss", 3))
         y.run(join_and_watch, "y", where)
         assert boss.run(next_event) == x.run(next_event) == ("join", "y", 3)
         assert boss.run(names) == y.run(names) == ["boss", "x", "y"]

@@ -35,8 +35,7 @@ class Calls:
     """Calls of several callers in a random order, some of them repeated, and the expected state of each."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.table = IdempotencyTable()
+        self.rng, self.table = rng, IdempotencyTable()
         self.now = 0.0
         self.numbers = dict.fromkeys("abcd", 0)
         self.running: list[tuple[str, int]] = []

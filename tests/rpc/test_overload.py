@@ -173,8 +173,7 @@ def how_many() -> tuple[int, float]:
 
 def fire_a_million() -> tuple[float, float]:
     before, (_, before_there) = resident(), rpc_sync("worker1", how_many)
-    peak = 0.0
-    last = None
+    peak, last = 0.0, None
     for number in range(1_000_000):
         last = rpc_async("worker1", count, (number,))
         if number % 50_000 == 0:
@@ -236,8 +235,7 @@ def test_the_last_of_many_calls_is_sent_before_any_answer(caller: Worker, begin:
 def test_waiting_for_a_call_sends_the_earlier_calls_too(caller: Worker) -> None:
     futures = [rpc_async("w1", meet, (number,)) for number in range(ALL - 1)]
     last = rpc_async("w1", meet, (ALL - 1,))
-    assert last.wait() == ALL
-    assert {future.wait() for future in futures} == {ALL}
+    assert (last.wait(), {future.wait() for future in futures}) == (ALL, {ALL})
 
 
 @pytest.mark.parametrize("fails", [False, True])

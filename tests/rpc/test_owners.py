@@ -41,8 +41,7 @@ class Value:
     """A value that records in a file when it is made or used, by which worker and with which token."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self.count = 0
+        self.path, self.count = path, 0
         self.note("made")
 
     def note(self, what: str) -> None:
@@ -83,8 +82,7 @@ def take_part(number: int, url: str, kind: str, silence: float) -> None:
     form_generations.LAST_CALL = 0.3
     options = rpc.TelegradOptions(init_method=url, rpc_timeout=PATIENCE, silence=silence)
     size: dict[str, Any] = {"fixed": {"world_size": 3}, "dynamic": {}, "elastic": {"min_workers": 3, "max_workers": 3}}
-    rank = -1 if kind == "elastic" else number
-    rpc.init_rpc(f"w{number}", rank=rank, rpc_backend_options=options, **size[kind])
+    rpc.init_rpc(f"w{number}", rank=-1 if kind == "elastic" else number, rpc_backend_options=options, **size[kind])
 
 
 def take_part_all(group: list[Process], kind: str, folder: pathlib.Path, silence: float = 10.0) -> list[Process]:
@@ -269,8 +267,7 @@ def test_only_one_of_several_workers_that_publish_makes_the_value(kind: str) -> 
         with ThreadPoolExecutor(5) as pool:
             list(pool.map(publish, workers))
         owners = [on(worker, lambda: rpc.lookup("one").owner_name()) for worker in workers]
-        assert len(made) == 1
-        assert set(owners) == {made[0]}
+        assert (len(made), set(owners)) == (1, {made[0]})
 
 
 @pytest.mark.parametrize("workers", SLOW, indirect=True)

@@ -57,8 +57,7 @@ def test_each_way_of_calling_is_an_event_and_in_an_exported_trace(tmp_path: path
     names = {"rpc_sync#aten::add(w0 -> w1)", "rpc_async#aten::mul(w0 -> w2)", "rpc_remote#Made(w0 -> w1)"}
     names.add("rpc_sync#__call__(w0 -> w1)")
     assert names <= seen.keys()
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert names <= {event.get("name") for event in trace["traceEvents"]}
+    assert names <= {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
 
 
 def test_events_of_async_calls_may_end_on_another_thread() -> None:
@@ -101,8 +100,7 @@ def test_a_backward_pass_and_its_send_functions_are_events() -> None:
     def program() -> None:
         for _ in range(3):
             with autograd.context() as context:
-                loss = rpc_sync("w1", torch.sin, (rpc_sync("w2", torch.exp, (x * 2,)),)).sum()
-                autograd.backward(context, loss)
+                autograd.backward(context, rpc_sync("w1", torch.sin, (rpc_sync("w2", torch.exp, (x * 2,)),)).sum())
                 assert x in autograd.get_gradients(context)
 
     names = events(program).keys()

@@ -46,8 +46,7 @@ class Crowd:
 
     def lose(self, name: str) -> None:
         """End a worker, and wait until all others have noticed; calls that begin earlier fail."""
-        lost = self.workers.pop(name)
-        lost.end("")
+        self.workers.pop(name).end("")
         for other in self.workers.values():
             with contextlib.suppress(errors.UnknownWorker):
                 while True:
@@ -398,8 +397,7 @@ def test_a_value_is_made_again_and_restored_when_its_owner_comes_back(crowd: Cro
     made = rpc.remote("w1", Counter, (5,), restore=restore)
     assert made.rpc_sync().add(1) == 6
     restart(crowd, "w1")
-    assert made.rpc_sync().add(0) == found
-    assert made.rpc_sync().add(1) == found + 1
+    assert (made.rpc_sync().add(0), made.rpc_sync().add(1)) == (found, found + 1)
     restart(crowd, "w1")
     assert made.rpc_sync().add(0) == found
 
@@ -443,8 +441,7 @@ def test_several_threads_and_workers_find_the_same_value(crowd: Crowd) -> None:
         current.enter(crowd.workers[name])
         return reference.rpc_sync().add(1)
 
-    found = in_threads(*[lambda: add("w0", made)] * 4, *[lambda: add("w2", kept[0])] * 4)
-    assert sorted(found) == list(range(1, 9))
+    assert sorted(in_threads(*[lambda: add("w0", made)] * 4, *[lambda: add("w2", kept[0])] * 4)) == list(range(1, 9))
     kept.clear()
 
 

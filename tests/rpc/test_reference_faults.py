@@ -242,10 +242,8 @@ def test_leaked_references_are_listed_in_debug_mode(debug: str) -> None:
 
 
 def test_a_reference_of_a_former_group_cannot_be_sent() -> None:
-    port = free_port()
-    init(0, 1, port)
-    ref = rpc.RRef(torch.ones(1))
-    remote = rpc.remote("worker0", ones)
+    init(0, 1, free_port())
+    ref, remote = rpc.RRef(torch.ones(1)), rpc.remote("worker0", ones)
     remote.to_here()
     rpc.shutdown()
     init(0, 1, free_port())

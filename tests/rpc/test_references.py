@@ -183,8 +183,7 @@ def call_proxies(on: str) -> None:
     assert ref.rpc_async().add_elsewhere("worker2", 11).wait() == 19
     assert ref.remote().add_elsewhere("worker2", 12).to_here() == 20
     assert ref.rpc_sync().add_soon(2) == 10  # type: ignore[comparison-overlap]
-    assert ref(5).to_here() == 15
-    assert ref.rpc_sync()(5) == 20
+    assert (ref(5).to_here(), ref.rpc_sync()(5)) == (15, 20)
     for call in (ref.rpc_sync().fail, lambda: ref.rpc_async().fail().wait(), lambda: ref.remote().fail().to_here()):
         with pytest.raises(ValueError, match="at 20"):
             call()
@@ -252,8 +251,7 @@ def test_using_a_reference_wakes_no_thread_of_its_owner(monkeypatch: pytest.Monk
         owner.references.flush()
         woken = []
         monkeypatch.setattr(owner.references, "_wake", lambda: woken.append(True))
-        assert [ref.rpc_sync().add(1) for _ in range(5)] == [1, 2, 3, 4, 5]
-        assert ref.to_here().value == 5
+        assert ([ref.rpc_sync().add(1) for _ in range(5)], ref.to_here().value) == ([1, 2, 3, 4, 5], 5)
         assert not woken
 
 
@@ -262,8 +260,7 @@ def test_using_a_reference_wakes_no_thread_of_its_owner(monkeypatch: pytest.Monk
 
 @on_worker0
 def test_debug_info_counts_references() -> None:
-    local = rpc.RRef(1)
-    own = rpc.RRef(2)
+    local, own = rpc.RRef(1), rpc.RRef(2)
     rpc.rpc_sync("worker1", keep, ("x", own))
     other = make("worker1")
     other.future().wait()
@@ -451,8 +448,7 @@ def test_a_creation_that_takes_too_long_times_out() -> None:
     with pytest.raises(errors.CallTimeout):
         own.to_here(timeout=0.05)
     gate.rpc_sync().set()
-    assert patient.to_here().tolist() == [1, 1]
-    assert own.to_here().tolist() == [1, 1]
+    assert (patient.to_here().tolist(), own.to_here().tolist()) == ([1, 1], [1, 1])
 
 
 def ones_after(gate: rpc.RRef[threading.Event]) -> torch.Tensor:

@@ -293,8 +293,7 @@ def test_an_argument_that_cannot_be_sent_fails_at_once(stage: Stage) -> None:
 
 def test_calls_to_a_group_wait_for_each_worker(stage: Stage) -> None:
     stage.come("x")
-    old = stage.come("y")
-    both_of_them = rpc.group(["x", "y"])
+    old, both_of_them = stage.come("y"), rpc.group(["x", "y"])
     for name in "xy":
         rpc.rpc_sync(name, who)
     stage.crash(old)
@@ -411,8 +410,7 @@ def test_a_call_that_lost_its_connection_is_run_once(stage: Stage, function: Cal
         wait_until(lambda: links.accepted(x))  # the second time, that of the repeated call
         links.cut(x)
     may_end.set()
-    assert future.wait() == "it has run 1 times"
-    assert runs == ["it"]
+    assert (future.wait(), runs) == ("it has run 1 times", ["it"])
     settled(x)
 
 

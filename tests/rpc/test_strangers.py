@@ -161,8 +161,7 @@ def test_the_error_for_a_certificate_that_was_renewed_asks_for_a_restart(tmp_pat
 def test_tls_on_one_side_only_is_reported_at_both_ends(
     with_tls: int, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    authority = Authority(tmp_path, "authority")
-    own: dict[int, dict[str, Any]] = {with_tls: {"tls": authority.files("w")}}
+    own: dict[int, dict[str, Any]] = {with_tls: {"tls": Authority(tmp_path, "authority").files("w")}}
     said = "one of the two workers uses TLS and the other does not: give tls=... to all workers, or to none"
     with agents(2, of_rank=lambda rank: {"transport": "tcp", "rpc_timeout": 10, **own.get(rank, {})}) as workers:
         for mine, other in (workers, workers[::-1]):

@@ -350,8 +350,7 @@ class Account:
     """Streams of one reader over two connections, and functions that yield as `Producer` does."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.turns = Turns()
+        self.rng, self.turns = rng, Turns()
         self.reader = Reader(self.turns, Identity("w1", 1, "b"))  # type: ignore[arg-type]
         self.queues = [WorkQueue(), WorkQueue()]
         self.feeds = [self.reader.feed(number) for number in range(6)]

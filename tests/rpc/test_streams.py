@@ -588,8 +588,7 @@ async def test_ends_of_streams_in_asyncio() -> None:
     assert [item async for item in stream] == []
 
     stream = rpc_stream("w1", count, (300,), window=10)
-    assert [item async for item in stream] == [*range(300)]
-    assert stream.value == "300 in all"
+    assert ([item async for item in stream], stream.value) == ([*range(300)], "300 in all")
 
     async with contextlib.aclosing(rpc_stream("w1", noted, (100,), window=2)) as stream:
         async for _ in stream:
@@ -628,8 +627,7 @@ def test_a_stream_runs_in_the_modes_of_its_caller_and_on_one_thread() -> None:
     with torch.no_grad(), torch.autocast("cpu"):
         stream = rpc_stream("w1", modes, (500,), window=3)
     got = [*stream]
-    assert {each[:2] for each in got} == {(False, True)}
-    assert len({each[2] for each in got}) == 1
+    assert ({each[:2] for each in got}, len({each[2] for each in got})) == ({(False, True)}, 1)
 
 
 def scaled(weight: torch.Tensor, n: int) -> Generator[torch.Tensor, None, torch.Tensor]:
@@ -643,8 +641,7 @@ def test_gradients_go_back_through_items(window: int) -> None:
     weight = torch.ones(3, requires_grad=True)
     with dist_autograd.context() as context:
         stream = rpc_stream("w1", scaled, (weight, 4), window=window)
-        loss = sum(item.sum() * 2 for item in stream) + stream.value.sum() * 2
-        dist_autograd.backward(context, [loss])
+        dist_autograd.backward(context, [sum(item.sum() * 2 for item in stream) + stream.value.sum() * 2])
         grad = dist_autograd.get_gradients(context)[weight]
     assert torch.equal(grad, torch.full((3,), 2.0 * (1 + 2 + 3 + 4 + 100)))
 
@@ -675,8 +672,7 @@ def test_a_stream_belongs_to_the_context_that_it_was_opened_in() -> None:
 @actor
 class Tank:
     def __init__(self) -> None:
-        self.level = 0
-        self.inside = 0
+        self.level, self.inside = 0, 0
 
     def fill(self, n: int) -> Iterator[int]:
         try:
@@ -754,8 +750,7 @@ def is_closed_and_idle() -> bool:
 
 def test_the_end_of_either_process_ends_the_stream() -> None:
     with group(3) as (reader, callee, other):
-        assert reader.run(begin_reading, "worker1") == 0
-        assert callee.run(begin_reading, "worker2") == 0
+        assert (reader.run(begin_reading, "worker1"), callee.run(begin_reading, "worker2")) == (0, 0)
         callee.kill()
         assert re.fullmatch(r".*'worker1' was lost.* in flight for \S+ s", reader.run(read_to_the_end))
         assert other.run(is_closed_and_idle)

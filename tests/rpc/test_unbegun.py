@@ -131,8 +131,7 @@ def test_an_actor_keeps_no_turn_for_a_method_that_could_not_begin(
     actor = rpc.remote("w1", Actor)
     with monkeypatch.context() as patch:
         patch.setattr(asyncio, "new_event_loop", no_file)
-        calls = [actor.rpc_async().method() for _ in range(3)]
-        for call in calls:
+        for call in [actor.rpc_async().method() for _ in range(3)]:
             with pytest.raises(errors.TelegradError, match=r"could not begin .*method"):
                 call.wait()
     check_is_free(callee)
@@ -211,5 +210,4 @@ async def test_a_batch_that_cannot_begin_fails_all_its_calls(callee: Worker) -> 
         await next_turn()
     finally:
         loop.set_task_factory(None)
-    errors = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(each) for each in errors] == [OSError, OSError]
+    assert [type(each) for each in await asyncio.gather(*calls, return_exceptions=True)] == [OSError, OSError]

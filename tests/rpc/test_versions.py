@@ -115,8 +115,7 @@ def local(x: int) -> int:
 
 
 def test_a_function_marked_by_value_can_be_called_locally() -> None:
-    assert functions.by_value(local)(1) == 2
-    assert functions.by_value(lambda: 5)() == 5
+    assert (functions.by_value(local)(1), functions.by_value(lambda: 5)()) == (2, 5)
 
 
 @pytest.mark.parametrize("function", [abs, int, functions.by_value(local), "local", asyncio.Lock().acquire], ids=alike)

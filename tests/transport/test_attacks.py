@@ -204,8 +204,7 @@ def test_an_interrupt_while_records_are_made_ends_the_connection(monkeypatch: py
                 a.link.on_writable()
             except KeyboardInterrupt:
                 interrupts += 1
-        assert interrupts == 1
-        assert b.frames == []
+        assert (interrupts, b.frames) == (1, [])
         assert not a.link.is_sending
 
 
@@ -224,8 +223,7 @@ class Relay:
     def __init__(self, worker: Worker) -> None:
         self.heard: list[bytes] = []
         self._door = socket.create_server(("127.0.0.1", 0))
-        self.address = self._door.getsockname()
-        self.far = knock(worker)
+        self.address, self.far = self._door.getsockname(), knock(worker)
         self._threads = [threading.Thread(target=self._serve)]
         self._threads[0].start()
 
@@ -262,8 +260,7 @@ def test_relaying_a_handshake_does_not_let_the_relay_in(workers: list[Worker], a
     ran.clear()
     _, b = workers
     with contextlib.closing(Relay(b)) as relay:
-        target = Target("w1", b.agent.incarnation, "", relay.address)
-        channel = connect(target, b.agent.keys, A, None, "tcp", 10.0, 0.0)
+        channel = connect(Target("w1", b.agent.incarnation, "", relay.address), b.agent.keys, A, None, "tcp", 10.0, 0.0)
         assert channel.ciphers is not None
         writer = RecordWriter(channel.ciphers.sending)
         channel.sock.settimeout(10.0)

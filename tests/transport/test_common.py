@@ -136,8 +136,7 @@ def test_both_kinds_of_blocks_share_a_limit_and_idle_ones_are_freed_for_others()
     pool = SharedBlockPool(4 * MB)
     block, tensor = pool.take(2 * MB), common(pool, 2 * MB)
     assert block is not None
-    assert pool.take_common(MB) is None
-    assert pool.take(MB) is None
+    assert (pool.take_common(MB), pool.take(MB)) == (None, None)
     del tensor
     assert pool.take(MB) is not None  # the idle common block was freed
     pool.give_back([block.number])
@@ -163,9 +162,7 @@ def test_a_tensor_outlives_the_pool() -> None:
     assert loan is not None
     pool.close()
     tensor.fill_(3)
-    assert int(tensor.sum()) == 3 * MB
-    assert pool.lend(tensor) is None
-    assert pool.take_common(MB) is None
+    assert (int(tensor.sum()), pool.lend(tensor), pool.take_common(MB)) == (3 * MB, None, None)
     pool.give_back([loan.number])
     del tensor
     assert pool.trim(0.0) == []
@@ -240,8 +237,7 @@ def test_answers_lend_common_blocks_and_small_tensors_are_plain() -> None:
         assert torch.equal(workers[0].agent.call("w1", _kept.get, ("answer",), None), answer)
         pool = workers[1].agent.memory
         assert not pool._shelf._unused
-        small = workers[1].agent.memory.common(1024)
-        assert small.numel() == 1024
+        assert workers[1].agent.memory.common(1024).numel() == 1024
         assert len(pool._common) == 1
         _kept.clear()
 

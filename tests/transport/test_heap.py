@@ -81,8 +81,7 @@ def test_the_size_is_read_seldom(world: World) -> None:
 
 
 def test_the_heap_of_another_allocator_is_not_trimmed() -> None:
-    heap = Heap(None, lambda: pytest.fail("it looks at the size"))
-    heap.tick(LOOK)
+    Heap(None, lambda: pytest.fail("it looks at the size")).tick(LOOK)
 
 
 @pytest.mark.skipif(trimmer() is None, reason="needs glibc")

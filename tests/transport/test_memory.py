@@ -93,8 +93,7 @@ def test_a_receiver_maps_a_block_and_releases_it() -> None:
 def test_a_pool_is_bounded_and_frees_idle_blocks_for_others() -> None:
     pool = SharedBlockPool(4 * MB)
     blocks = [pool.take(2 * MB), pool.take(2 * MB)]
-    assert pool.take(MB) is None
-    assert pool.take(5 * MB) is None
+    assert (pool.take(MB), pool.take(5 * MB)) == (None, None)
     pool.give_back([blocks[0].number])
     assert pool.take(MB) is not None  # the idle block was freed
     assert pool.trim(0.0) == [blocks[0].number]
@@ -105,8 +104,7 @@ def test_a_pool_is_bounded_and_frees_idle_blocks_for_others() -> None:
 def test_a_pool_without_memory_gives_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")))
     pool, before = SharedBlockPool(4 * MB), len(os.listdir("/proc/self/fd"))
-    assert pool.take(MB) is None
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert (pool.take(MB), len(os.listdir("/proc/self/fd"))) == (None, before)
     assert not any(pool._bytes.values())
 
 
@@ -115,8 +113,7 @@ def test_idle_blocks_are_freed_after_a_while() -> None:
     pool = SharedBlockPool(4 * MB)
     block = pool.take(MB)
     pool.give_back([block.number])
-    assert pool.trim(monotonic() + KEEP / 2) == []
-    assert pool.trim(monotonic() + KEEP) == [block.number]
+    assert (pool.trim(monotonic() + KEEP / 2), pool.trim(monotonic() + KEEP)) == ([], [block.number])
     assert not any(pool._bytes.values())
     pool.close()
 
@@ -182,8 +179,7 @@ def test_memory_that_a_forked_child_has_is_not_reused(transport: str) -> None:
         for _ in range(4):
             agent.call("w1", echo, (torch.zeros(MB),), None)
         ours.send(True)
-        assert ours.recv()[1] == 1
-        assert pool.lent == (transport == "unix")
+        assert (ours.recv()[1], pool.lent) == (1, transport == "unix")
         ours.send(False)
         child.join(PATIENCE)
         wait_until(lambda: pool.lent == 0)  # once no child has it

@@ -55,13 +55,11 @@ def test_the_published_vector() -> None:
     (first, second, *transport) = [(bytes.fromhex(payload), bytes.fromhex(text)) for payload, text in MESSAGES]
     a = NoiseHandshake(PSK, PROLOGUE, fixed(EPHEMERAL_A))
     b = NoiseHandshake(PSK, PROLOGUE, fixed(EPHEMERAL_B))
-    assert a.write_first(first[0]) == first[1]
-    assert b.read_first(first[1]) == first[0]
+    assert (a.write_first(first[0]), b.read_first(first[1])) == (first[1], first[0])
     said, there = b.write_second(second[0])
     assert said == second[1]
     payload, here = a.read_second(said)
-    assert payload == second[0]
-    assert a.hash == b.hash
+    assert (payload, a.hash) == (second[0], b.hash)
     for (payload, text), (sender, receiver) in zip(transport, itertools.cycle([(here, there), (there, here)])):
         assert sender.sending.encrypt(payload) == text
         assert receiver.receiving.decrypt(text) == payload
@@ -120,8 +118,7 @@ def test_a_wrong_secret_or_prologue_is_refused_at_the_first_message() -> None:
 @pytest.mark.parametrize("public", [bytes(KEY), (1).to_bytes(KEY, "little"), b"\xff" * KEY])
 def test_a_public_key_of_low_order_is_refused(public: bytes) -> None:
     """Otherwise both ends would agree on a key that a holder of the shared secret can compute."""
-    b = NoiseHandshake(PSK, PROLOGUE)
-    a = NoiseHandshake(PSK, PROLOGUE)
+    b, a = NoiseHandshake(PSK, PROLOGUE), NoiseHandshake(PSK, PROLOGUE)
     a._mix_ephemeral(public)
     first = public + a._encrypt_and_hash(b"")
     assert b.read_first(first) == b""

@@ -16,8 +16,7 @@ class Connection:
 
     def __init__(self, expects: bool = False) -> None:
         self.armed: list[bool] = []
-        self.expects = expects
-        self.finished = 0
+        self.expects, self.finished = expects, 0
         self.reading = ReadRight(
             threading.Lock(), self.armed.append, lambda: self.expects, self.finish, WITHOUT_LANES, bool
         )

@@ -110,8 +110,7 @@ def test_no_memory_is_allocated_for_a_long_record_before_it_arrives() -> None:
     reader = RecordReader(CipherState(SECRET))
     assert len(reader.buffer()) == SCRATCH
     reader.buffer()[:3] = b"\0\0\x10"
-    assert reader.decrypt_into(memoryview(bytearray(9)), 3) == 0
-    assert len(reader.buffer()) == SCRATCH - 3
+    assert (reader.decrypt_into(memoryview(bytearray(9)), 3), len(reader.buffer())) == (0, SCRATCH - 3)
 
 
 def test_a_long_record_behind_a_short_one_is_not_moved() -> None:
@@ -135,8 +134,7 @@ def test_a_long_record_behind_a_short_one_is_not_moved() -> None:
 def test_bytes_that_the_socket_did_not_take_are_kept() -> None:
     writer, plain = RecordWriter(CipherState(SECRET)), RecordWriter(CipherState(SECRET))
     whole = plain.encrypt(b"a message")
-    record = writer.encrypt(b"a message")
-    writer.keep(memoryview(record)[5:])
+    writer.keep(memoryview(writer.encrypt(b"a message"))[5:])
     writer.sent(3)
     assert bytes(writer.unsent) == whole[8:]
     writer.sent(len(whole) - 8)
@@ -155,5 +153,4 @@ def test_a_large_content_is_decrypted_in_place(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(CipherState, "decrypt_into", noted)
     content = bytes(range(256)) * (3 * RECORD // 256)
     pieces = [content[at : at + RECORD] for at in range(0, len(content), RECORD)]
-    assert read(written(pieces), [1 << 30], [len(content)]) == content
-    assert places == [RECORD] * 3
+    assert (read(written(pieces), [1 << 30], [len(content)]), places) == (content, [RECORD] * 3)

@@ -41,8 +41,7 @@ def test_silence_is_reported_soon_after_the_limit() -> None:
 
 
 def test_one_sign_of_life_within_the_limit_is_enough() -> None:
-    silence = Silence(LIMIT)
-    now = 0.0
+    silence, now = Silence(LIMIT), 0.0
     for at in range(2000):
         assert not silence.look(now, heard=at % 19 == 0)
         now += LIMIT / 20

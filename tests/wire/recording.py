@@ -120,8 +120,7 @@ def training() -> None:
     weight = torch.ones(3, requires_grad=True)
     with autograd.context() as context_id:
         remote = rpc.remote("w1", torch.mul, (weight, 2.0))
-        loss = torch.add(remote.to_here(), rpc.rpc_sync("w1", torch.exp, (weight,))).sum()
-        autograd.backward(context_id, [loss])
+        autograd.backward(context_id, [torch.add(remote.to_here(), rpc.rpc_sync("w1", torch.exp, (weight,))).sum()])
         autograd.get_gradients(context_id)
 
 

@@ -149,8 +149,7 @@ class BadText(Exception):
 def test_type_text_and_attributes(error: Any) -> None:
     back = journey(error)
     assert isinstance(back, type(error))
-    assert type(back).__qualname__ == type(error).__qualname__
-    assert back.args == error.args
+    assert (type(back).__qualname__, back.args) == (type(error).__qualname__, error.args)
     assert "'w1'" in str(back)
     assert "in journey" in str(back)
     assert str(error) in str(back)
@@ -165,8 +164,7 @@ def test_type_text_and_attributes(error: Any) -> None:
 def test_a_built_in_exception_keeps_its_exact_type(kind: type[BaseException]) -> None:
     back = journey(kind("text"))
     assert type(back) is kind
-    assert back.args == ("text",)
-    assert back.args[0] == "text"
+    assert (back.args, back.args[0]) == (("text",), "text")
     assert "'w1'" in str(back)
     assert "in journey" in repr(back)
     assert type(journey(back, "w2")) is kind
@@ -225,8 +223,7 @@ def test_a_rebuilt_exception_can_be_copied_and_pickled(make: Callable[[Any], Any
     for error in (ValueError("x"), KeyError("x"), OSError(2, "gone", "file"), ImportError("none", name="n"), *odd):
         back = make(journey(error))
         for twin in copies(back):
-            assert type(twin) is type(back)
-            assert (str(twin), repr(twin)) == (str(back), repr(back))
+            assert (type(twin), str(twin), repr(twin)) == (type(back), str(back), repr(back))
             assert str(twin).startswith(str(error))
             assert vars(twin) == vars(error)
             for name in ("errno", "filename", "name", "code"):
@@ -391,9 +388,7 @@ def test_a_description_that_cannot_be_decoded_becomes_a_remote_error() -> None:
 def test_an_error_without_lines_of_the_program_is_told_once(error: Exception) -> None:
     back = rebuild(describe(error, "w1", "f"))
     text = str(back)
-    assert text.count("w1") == 1
-    assert text.splitlines()[-1] == "On worker 'w1', in f"
-    assert len(text.splitlines()) == 2
+    assert (text.count("w1"), text.splitlines()[-1], len(text.splitlines())) == (1, "On worker 'w1', in f", 2)
     assert "On worker 'w1', in f:\n" in str(journey(back, "w2"))  # with its text again, behind other lines
     assert str(rebuild(describe(LookupError(), "w1", "f"))) == "\nOn worker 'w1', in f:\nLookupError\n"  # has no text
 
@@ -407,12 +402,9 @@ def test_an_error_over_two_hops_names_both_workers_in_order() -> None:
 
 def test_attributes_that_cannot_be_pickled_are_left_out() -> None:
     error: Any = ValueError("x")
-    error.lock = threading.Lock()
-    error.code = 5
+    error.lock, error.code = threading.Lock(), 5
     back = journey(error)
-    assert back.code == 5
-    assert type(back) is ValueError
-    assert not hasattr(back, "lock")
+    assert (back.code, type(back), hasattr(back, "lock")) == (5, ValueError, False)
     assert "lock" in str(journey(ValueError(threading.Lock())))
 
 
@@ -522,8 +514,7 @@ def test_very_long_texts_are_cut() -> None:
 def test_a_traceback_prints_the_remote_part_once(error: KeyError | OwnText | ValueError) -> None:
     back = journey(error)
     text = "".join(traceback.format_exception(type(back), back, back.__traceback__))
-    assert text.count("On worker 'w1'") == 1
-    assert text.count("raise error") == 1
+    assert (text.count("On worker 'w1'"), text.count("raise error")) == (1, 1)
 
 
 class Meta(type):

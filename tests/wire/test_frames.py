@@ -75,8 +75,7 @@ def test_attachments_behind_a_body_are_split_off(body: bytes, attachments: bytes
 
 def test_a_body_can_have_two_attachments() -> None:
     inner, outer = split(append(append(b"body", b"first"), b"second"))
-    assert bytes(outer) == b"second"
-    assert [bytes(part) for part in split(inner)] == [b"body", b"first"]
+    assert (bytes(outer), [bytes(part) for part in split(inner)]) == (b"second", [b"body", b"first"])
 
 
 def test_a_frame_begins_with_the_lengths_of_its_parts() -> None:

@@ -173,8 +173,7 @@ def test_objects_without_a_name(thing: Any) -> None:
 
 
 def test_an_object_that_equals_every_object_does_not_use_the_cache() -> None:
-    assert name_of(sly, True) == f"{__name__}:sly"
-    assert name_of(Sly(), True) is None
+    assert (name_of(sly, True), name_of(Sly(), True)) == (f"{__name__}:sly", None)
 
 
 def test_the_cache_is_bounded_and_keeps_its_functions_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +283,7 @@ def test_the_error_says_why_an_import_failed(tmp_path: pathlib.Path, monkeypatch
 def test_functions_of_the_main_program_have_a_name_only_in_the_same_program(main: ModuleType, module: str) -> None:
     main.f.__module__ = main.C.__module__ = module  # as in a spawned child
     for thing, name in ((main.f, "__main__:f"), (main.C, "__main__:C")):
-        assert name_of(thing, True) == name
-        assert name_of(thing, False) is None
+        assert (name_of(thing, True), name_of(thing, False)) == (name, None)
         assert resolve(name) is thing
 
 

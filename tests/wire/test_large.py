@@ -168,8 +168,7 @@ def test_received_values_do_not_share_the_received_memory() -> None:
 
 def test_received_texts_have_the_form_of_ordinary_texts() -> None:
     for text in ("x" * LARGE, "é" * LARGE, "日" * LARGE, "a" * LARGE + "\U0001f600", "a" * LARGE + "\udc80"):
-        back = journey(text)
-        plain = "".join(list(text))
+        back, plain = journey(text), "".join(list(text))
         assert sys.getsizeof(back) == sys.getsizeof(plain)
         assert hash(back) == hash(text)
         assert {back: 1}[text] == 1
@@ -195,8 +194,7 @@ def test_an_array_of_a_machine_with_another_byte_order(monkeypatch: pytest.Monke
     monkeypatch.setattr(reducers, "_format_of", lambda typecode: here ^ 1)
     swapped_body = encode(other, True).body
     monkeypatch.undo()
-    assert decode(swapped_body, [swapped]) == values
-    assert decode(body, tensors) == values
+    assert (decode(swapped_body, [swapped]), decode(body, tensors)) == (values, values)
 
 
 @pytest.mark.parametrize("many", [10, 20_000])
@@ -228,8 +226,7 @@ def test_a_dict_that_changes_while_it_is_pickled(monkeypatch: pytest.MonkeyPatch
 def test_a_container_that_another_thread_changes() -> None:
     """A large container of atoms is sent in a state that it had at one moment."""
     table = {number: number for number in range(20_000)}
-    numbers = [0] * 200_000
-    stop = threading.Event()
+    numbers, stop = [0] * 200_000, threading.Event()
 
     def change() -> None:
         number = 20_000

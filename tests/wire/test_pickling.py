@@ -198,8 +198,7 @@ def test_each_tensor_is_sent_once() -> None:
 
 def test_parameters_and_buffers() -> None:
     frozen = journey(nn.Parameter(torch.ones(2), requires_grad=False))
-    assert type(frozen) is nn.Parameter
-    assert not frozen.requires_grad
+    assert (type(frozen), frozen.requires_grad) == (nn.Parameter, False)
     back = journey(nn.Buffer(torch.ones(2), persistent=False))
     assert isinstance(back, nn.Buffer)
     assert not back.persistent
@@ -209,8 +208,7 @@ def test_subclasses() -> None:
     tagged: Any = torch.ones(2).as_subclass(Tagged)
     tagged.label = "x"
     back = journey(tagged)
-    assert type(back) is Tagged
-    assert back.label == "x"
+    assert (type(back), back.label) == (Tagged, "x")
     assert type(journey(Wrapper(torch.ones(2))).inner) is torch.Tensor
     noted: Any = torch.ones(2)
     noted.note = "y"
@@ -219,11 +217,9 @@ def test_subclasses() -> None:
 
 def test_subclasses_with_rules_of_their_own() -> None:
     own = journey(torch.ones(2).as_subclass(Own))
-    assert type(own) is Own
-    assert own.tolist() == [2, 2]
+    assert (type(own), own.tolist()) == (Own, [2, 2])
     back = journey(Dispatching(torch.arange(3)))
-    assert type(back) is Dispatching
-    assert back.inner.tolist() == [0, 1, 2]
+    assert (type(back), back.inner.tolist()) == (Dispatching, [0, 1, 2])
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert [part.tolist() for part in journey(jagged).unbind()] == [[1, 1], [1, 1, 1]]
 
@@ -236,9 +232,7 @@ def test_leaves_arrive_as_leaves() -> None:
         body, tensors, *_ = encode([tensor], True)
         assert tensors[0].requires_grad
         (back,) = decode(body, [tensors[0].detach().clone().requires_grad_()])
-        assert type(back) is type(tensor)
-        assert back.requires_grad
-        assert back.is_leaf
+        assert (type(back), back.requires_grad, back.is_leaf) == (type(tensor), True, True)
     assert decode(*encode(weight, True)[:3]).note == "kept"
 
 
@@ -289,8 +283,7 @@ def test_large_arrays_are_not_copied() -> None:
     assert received.view(torch.float64)[7] == 1
     address = received.data_ptr()
     del received
-    assert back.ctypes.data == address
-    assert back.sum() == 1
+    assert (back.ctypes.data, back.sum()) == (address, 1)
 
 
 def test_large_buffers_follow_the_tensors() -> None:
@@ -462,8 +455,7 @@ def test_code_whose_attributes_have_names_of_torch_modules() -> None:
             self.ops, self.classes = 1, torch.ones(2)
 
     made = journey([Local], False)[0]()
-    assert made.ops == 1
-    assert made.classes.tolist() == [1, 1]
+    assert (made.ops, made.classes.tolist()) == (1, [1, 1])
 
 
 def test_compiled_functions_are_compiled_once() -> None:
@@ -518,8 +510,7 @@ def test_values_that_are_not_in_a_container(value: Any) -> None:
 def test_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     back_args, back_kwargs = journey((args, kwargs))
     assert type(back_args) is tuple
-    assert repr((back_args, back_kwargs)) == repr((args, kwargs))
-    assert list(back_kwargs) == list(kwargs)
+    assert (repr((back_args, back_kwargs)), list(back_kwargs)) == (repr((args, kwargs)), list(kwargs))
 
 
 def test_a_tensor_that_is_given_twice_arrives_as_one_tensor() -> None:
@@ -830,8 +821,7 @@ def test_an_optimizer_comes_with_its_parameters() -> None:
 @pytest.mark.parametrize("value", [Pair(1, torch.ones(3)), Record(1, torch.ones(5000))], ids=["tuple", "dataclass"])
 def test_records(value: Pair | Record, same_program: bool) -> None:
     back = journey(value, same_program)
-    assert type(back) is type(value)
-    assert back.first == 1
+    assert (type(back), back.first) == (type(value), 1)
     assert torch.equal(back.second, value.second)
 
 

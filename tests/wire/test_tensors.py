@@ -45,8 +45,7 @@ def test_dtypes(dtype: torch.dtype, size: int) -> None:
     tensor = torch.empty(0, dtype=dtype).set_(source.untyped_storage(), 0, (size,), (1,))
     for made in (tensor, torch.empty(0, dtype=dtype).set_(source.untyped_storage(), 0, (size // 2,), (2,))):
         (back,) = journey(made)
-        assert back.dtype == dtype
-        assert back.stride() == made.stride()
+        assert (back.dtype, back.stride()) == (dtype, made.stride())
         data = torch.empty(0, dtype=torch.uint8).set_(back.untyped_storage()).numpy().tobytes()
         assert data == source.numpy().tobytes()[: len(data)]
         assert len(data) >= dtype.itemsize * (2 * made.numel() - 1 if made is not tensor else size)
@@ -79,9 +78,7 @@ def test_dtypes(dtype: torch.dtype, size: int) -> None:
 def test_strided(tensor: torch.Tensor) -> None:
     (back,) = journey(tensor)
     assert torch.equal(back, tensor)
-    assert back.shape == tensor.shape
-    assert back.stride() == tensor.stride()
-    assert back.is_conj() == tensor.is_conj()
+    assert (back.shape, back.stride(), back.is_conj()) == (tensor.shape, tensor.stride(), tensor.is_conj())
     assert back.requires_grad == tensor.requires_grad
     assert back.is_leaf
     if not tensor.is_conj():
@@ -126,9 +123,7 @@ def test_rare_kinds() -> None:
     assert torch.equal(back[0].dequantize(), quantized.dequantize())
     assert [list(part) for part in back[1].unbind()] == [[1, 1], [1, 1, 1]]
     assert [list(part) for part in back[2].unbind()] == [[1, 1], [1, 1, 1]]
-    assert back[3].is_mkldnn
-    assert back[4].is_meta
-    assert back[4].stride() == meta.stride()
+    assert (back[3].is_mkldnn, back[4].is_meta, back[4].stride()) == (True, True, meta.stride())
 
 
 def test_only_the_viewed_part_is_sent() -> None:
@@ -246,9 +241,7 @@ def test_compiled_results() -> None:
     function = torch.compile(lambda x: x * 2, backend="aot_eager")
     made = function(torch.ones(3, requires_grad=True))
     (back,) = journey(made)
-    assert back.tolist() == [2, 2, 2]
-    assert back.requires_grad
-    assert back.is_leaf
+    assert (back.tolist(), back.requires_grad, back.is_leaf) == ([2, 2, 2], True, True)
 
 
 @pytest.mark.parametrize("size", [4, 50_000])
