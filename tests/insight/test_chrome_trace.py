@@ -215,8 +215,7 @@ def test_a_repeated_number_is_joined_with_the_nearer_run() -> None:
 
 
 def test_clocks_are_named_and_applied() -> None:
-    ahead = ClockOffset(1000.0, 1e-5)
-    file = merge({"a": WorkerTrace([CALL], HERE), "b": WorkerTrace([moved(RUN, 1000)], ahead)})
+    file = merge({"a": WorkerTrace([CALL], HERE), "b": WorkerTrace([moved(RUN, 1000)], ClockOffset(1000.0, 1e-5))})
     check(file)
     (run,) = [event for event in file["traceEvents"] if event.get("cat") == RAN]
     assert run["ts"] == pytest.approx(1e5, abs=0.01)

@@ -113,8 +113,7 @@ def test_dumps_of_workers_can_be_read_later(
     said = dict(line.split(": ", 1) for line in ran("dump", *chosen).splitlines())
     assert "nothing was written" in said["worker0"]
     assert "none of the files is from it" in ran("why", said["worker1"], status=2)
-    path = tmp_path / "trace.json.gz"
-    assert command.main(["trace", str(path), "--from", said["worker1"]]) == 0
+    assert command.main(["trace", str(tmp_path / "trace.json.gz"), "--from", said["worker1"]]) == 0
     assert "1 worker" in capsys.readouterr().out
     assert "is not a file that a worker wrote" in ran("why", __file__, status=2)
 
@@ -122,8 +121,7 @@ def test_dumps_of_workers_can_be_read_later(
 def test_a_dashboard(chosen: list[str]) -> None:
     with subprocess.Popen([*COMMAND, "dashboard", *chosen], stdout=subprocess.PIPE, text=True) as shown:
         assert shown.stdout is not None
-        url = shown.stdout.readline().strip()
-        with urllib.request.urlopen(url, timeout=PATIENCE) as page:
+        with urllib.request.urlopen(shown.stdout.readline().strip(), timeout=PATIENCE) as page:
             assert "<title>" in page.read().decode()
         shown.send_signal(signal.SIGINT)
         assert shown.wait(PATIENCE) == 130

@@ -43,10 +43,9 @@ EVENTS: list[events.Event] = [
 def scrape(port: int) -> dict[tuple[str, ...], float]:
     """Return the samples by their names and the values of their labels."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
         return {
             (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
-            for family in families
+            for family in text_string_to_metric_families(answer.read().decode())
             for sample in family.samples
         }
 
@@ -113,8 +112,7 @@ def test_metrics_outside_of_a_group_are_zero() -> None:
 
 def test_metrics_in_a_registry_of_the_program_are_removed_on_close() -> None:
     registry = CollectorRegistry()
-    own = OwnCounter("steps", "Of the program", registry=registry)
-    own.inc()
+    OwnCounter("steps", "Of the program", registry=registry).inc()
     registered = register(registry, made_up)
     note: Any = events.note
     note(EVENTS[0])
@@ -216,8 +214,7 @@ def use() -> None:
             rpc_sync("worker1", int, ("none",))
     remote("worker1", abs, (-1,)).to_here()
     with autograd.context() as context:
-        loss = rpc_sync("worker1", torch.sum, (torch.ones(2, requires_grad=True),))
-        autograd.backward(context, loss)
+        autograd.backward(context, rpc_sync("worker1", torch.sum, (torch.ones(2, requires_grad=True),)))
 
 
 def test_two_workers_count_their_calls(workers: list[Process]) -> None:

@@ -135,8 +135,7 @@ def test_data(dashboard: Dashboard) -> None:
     [("", 60), ("x", 60), ("nan", 60), ("1e9", 60), ("inf", 60), ("0", 2), ("-inf", 2), ("4.001", 5)],
 )
 def test_requested_seconds_are_rounded_to_a_supported_span(dashboard: Dashboard, asked: str, served: float) -> None:
-    body = ask(dashboard, f"/data?seconds={asked}", Cookie=cookie(dashboard))[1]
-    assert json.loads(body)["seconds"] == served
+    assert json.loads(ask(dashboard, f"/data?seconds={asked}", Cookie=cookie(dashboard))[1])["seconds"] == served
 
 
 def test_the_page_offers_the_supported_spans(dashboard: Dashboard) -> None:

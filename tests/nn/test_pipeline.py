@@ -194,8 +194,7 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, outputs: torch.Tensor, _: object) -> torch.Tensor:
-        largest = outputs.detach().abs().max() * (self.scale - self.scale.detach())
-        return outputs.mean() + largest
+        return outputs.mean() + outputs.detach().abs().max() * (self.scale - self.scale.detach())
 
 
 class OwnCrossEntropy(nn.CrossEntropyLoss):
@@ -299,8 +298,7 @@ def test_the_id_of_the_context_is_the_first_argument() -> None:
 
 def test_batches_of_other_layouts_are_refused_before_anything_is_sent() -> None:
     inputs, targets = batch(8)
-    ragged = torch.nested.nested_tensor([inputs[:3], inputs[3:]])
-    for other in (inputs.to_sparse(), inputs.to_sparse_csr(), ragged):
+    for other in (inputs.to_sparse(), inputs.to_sparse_csr(), torch.nested.nested_tensor([inputs[:3], inputs[3:]])):
         for given, wanted in ((other, targets), (inputs, {"targets": other})):
             with pytest.raises(ValueError, match="cannot be split into micro-batches: give dense"):
                 spread().forward_backward(1, given, wanted, mse_loss)
@@ -310,8 +308,7 @@ def test_batches_of_other_layouts_are_refused_before_anything_is_sent() -> None:
 
 def test_a_pipeline_of_meta_tensors_computes_shapes() -> None:
     inputs = torch.ones(8, 4, device="meta")
-    there = remote("w1", partial(nn.Linear, 2, 3, device="meta"))
-    pipeline = Pipeline([nn.Linear(4, 2, device="meta"), there])
+    pipeline = Pipeline([nn.Linear(4, 2, device="meta"), remote("w1", partial(nn.Linear, 2, 3, device="meta"))])
     with autograd.context() as context:
         assert pipeline.forward_backward(context, inputs, torch.ones(8, 3, device="meta"), nn.MSELoss()).is_meta
         assert pipeline(inputs).shape == (8, 3)

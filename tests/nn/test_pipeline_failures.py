@@ -94,8 +94,7 @@ def alone(steps: int) -> list[float]:
 def test_a_stage_that_raises_ends_the_batch_and_the_next_batch_runs(
     schedule: str, what: str, number: int, stage: int
 ) -> None:
-    workers = ["w1", "w2", "w0"]
-    stages = [RemoteModule(worker, Stage, (seed,)) for seed, worker in enumerate(workers)]
+    stages = [RemoteModule(worker, Stage, (seed,)) for seed, worker in enumerate(["w1", "w2", "w0"])]
     pipeline = Pipeline(stages, chunks=CHUNKS, schedule=schedule)
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
     fails(stages[stage], what, number)
@@ -147,8 +146,7 @@ def test_a_dead_worker_is_named_at_once_and_its_stage_is_replaced(
 
 @pytest.mark.usefixtures("here")
 def test_a_batch_that_was_stopped_before_its_arrival_does_not_begin() -> None:
-    stages = [RemoteModule("w1", Stage, (0,)), RemoteModule("w2", Stage, (1,))]
-    driver = Pipeline(stages, chunks=2)._drive()
+    driver = Pipeline([RemoteModule("w1", Stage, (0,)), RemoteModule("w2", Stage, (1,))], chunks=2)._drive()
     spec = BatchSpec((driver.pipeline, 1), 1, ("w0", ""), "1f1b", driver.runner_of, driver.workers, (), 2, False)
     driver.runners[1]._call("stop", 5, (1,), {})
     assert driver.runners[1]._call("run", 5, (spec,), {}) is None

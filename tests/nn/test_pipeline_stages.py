@@ -163,8 +163,7 @@ def workers_of(count: int, schedule: str) -> list[str]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", STAGES)
 def test_each_kind_of_stage_gives_the_numbers_of_one_process(kind: str, schedule: str) -> None:
-    own = [(kind, part, part) for part in range(len(STAGES[kind]))]
-    model = [("plain", 0, 7), *own, ("plain", 0, 8)]
+    model = [("plain", 0, 7), *[(kind, part, part) for part in range(len(STAGES[kind]))], ("plain", 0, 8)]
     trains_as_one_process(model, workers_of(len(model), schedule), schedule, 4, torch.optim.SGD, 3)
 
 
@@ -355,8 +354,7 @@ def test_a_step_rides_with_a_batch(schedule: str, clips: bool) -> None:
 def test_a_riding_step_waits_for_gradients_of_other_paths() -> None:
     embedding, shared = nn.Embedding(10, WIDTH).double(), RemoteModule("w1", filled_linear, (5,))
     first, last = RemoteModule("w1", made, ("plain", 0, 1)), made("plain", 0, 3)
-    stages = [first, RemoteModule("w2", nn.Sequential, (shared,)), last]
-    pipeline, alone = Pipeline(stages, chunks=3), filled_linear(5)
+    pipeline, alone = Pipeline([first, RemoteModule("w2", nn.Sequential, (shared,)), last], chunks=3), filled_linear(5)
     whole = nn.Sequential(made("plain", 0, 1), alone, made("plain", 0, 3))
     table = nn.Embedding(10, WIDTH).double()
     table.load_state_dict(embedding.state_dict())

@@ -398,8 +398,7 @@ def test_an_unchanged_generator_is_no_state() -> None:
 
 
 def test_without_the_check_only_the_recording_runs() -> None:
-    made = split_model(Two(global_state), 2, at=["b"], example=torch.randn(8, WIDTH), check=False)
-    assert len(made.stages) == 2
+    assert len(split_model(Two(global_state), 2, at=["b"], example=torch.randn(8, WIDTH), check=False).stages) == 2
 
 
 def test_a_sequence_is_compared_if_there_is_an_example() -> None:
@@ -476,8 +475,7 @@ def test_attention_is_compared_with_the_precision_of_its_type(dtype: torch.dtype
             return value
 
     torch.manual_seed(0)
-    example = torch.randn(11, 16, 64).to(dtype)
-    assert len(split_model(Attending().to(dtype), 2, at=["b"], example=example).stages) == 2
+    assert len(split_model(Attending().to(dtype), 2, at=["b"], example=torch.randn(11, 16, 64).to(dtype)).stages) == 2
 
 
 def test_a_buffer_that_stages_of_a_sequence_share_is_refused() -> None:

@@ -206,8 +206,7 @@ class World:
 
     def forget_names(self) -> None:
         """Forget all names but those of lives that are there."""
-        there = self.listed.values()
-        self.names = {to: side for to, side in self.names.items() if side.life in there}
+        self.names = {to: side for to, side in self.names.items() if side.life in self.listed.values()}
 
     def forget_lost(self, lost: Side) -> None:
         self.names = {to: side for to, side in self.names.items() if side is not lost}

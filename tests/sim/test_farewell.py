@@ -193,8 +193,7 @@ class World:
 
     def hear(self, notice: tuple[int, int]) -> None:
         other, worker = notice
-        pending = self.lines.get((worker, other), [])
-        if pending and worker in self.gone:
+        if self.lines.get((worker, other), []) and worker in self.gone:
             return  # a connection that is closed in good order delivers what was sent on it first
         self.notices.remove(notice)
         if other in self.alive - self.gone:
@@ -262,8 +261,7 @@ def test_wrong_code_is_found(broken: type[ShutdownBarrier]) -> None:
 def test_the_leader_waits_for_two_rounds_without_a_new_call() -> None:
     worker, leader = ShutdownBarrier(1, {0, 1}), ShutdownBarrier(0, {0, 1})
     letters = leader.enter() + [letter for _, m in worker.enter() for letter in leader.receive(1, m)]
-    asked = [m for to, m in letters if to == 1][-1]
-    worker.receive(0, asked)
+    worker.receive(0, [m for to, m in letters if to == 1][-1])
     for begun in (3, 4, 4):  # the worker began a call between the first and the second round
         assert leader.state == WAITING
         leader.quiet(0)

@@ -243,8 +243,7 @@ class World:
 
     def ship(self, worker: int, node: RecvNode, given: bool) -> None:
         to = Identity(str(node.sender), node.sender, "")
-        last = self.draw.random() < 0.5
-        self.parts[str(worker)].outbox.add(to, node.number, [ONE if given else None], False, last)
+        self.parts[str(worker)].outbox.add(to, node.number, [ONE if given else None], False, self.draw.random() < 0.5)
 
     def post(self, sender: str, to: str, message: Any) -> None:
         self.letters[type(message).__name__] += 1

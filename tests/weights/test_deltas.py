@@ -74,12 +74,11 @@ def test_a_row_is_encoded_in_the_smallest_encoding() -> None:
     sparse = old.clone()
     sparse[::1000] = 7
     nearby = (weights * (1 + 1e-3 * torch.randn(LONG, dtype=torch.float64))).bfloat16()
-    other = filled(torch.bfloat16, LONG)
     for new, small, fast in (
         (old, SAME, SAME),
         (sparse, SPARSE, SPARSE),
         (nearby, PLANES, SPARSE),
-        (other, WHOLE, WHOLE),
+        (filled(torch.bfloat16, LONG), WHOLE, WHOLE),
     ):
         rows = [old.view(torch.int16)], [new.view(torch.int16)]
         assert check(*rows).heads[0][0] == small

@@ -322,8 +322,7 @@ def test_memory_of_old_versions_is_reused() -> None:
         for number in range(1, 20):
             publisher.publish()
             assert reader.at_least(number).number == number
-        pool = learner.agent.memory
-        assert sum(pool._bytes.values()) <= 4 * 2_500_000
+        assert sum(learner.agent.memory._bytes.values()) <= 4 * 2_500_000
         reader.close()
         publisher.close()
         del reader, publisher
@@ -614,8 +613,7 @@ def test_hosts_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
             assert [number_in(reader.at_least(number)) for reader in readers] == [number] * 5
         wait_until(lambda: publisher.versions == [9])
         assert len([reader for reader in readers if not reader._endpoint.machine.whole]) == 2
-        sources = {reader._endpoint.machine.source.worker for reader in readers}
-        assert len(sources) == 3
+        assert len({reader._endpoint.machine.source.worker for reader in readers}) == 3
 
 
 def test_the_first_of_a_host_leaves_or_dies(monkeypatch: pytest.MonkeyPatch) -> None:
