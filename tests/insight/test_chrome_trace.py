@@ -47,9 +47,7 @@ BESIDE = ClockOffset(0.0, 0.0, how=SAME)
 # Clocks
 
 
-def exchange(
-    ahead: float, sent: float, there: float, back: float, serving: float = 0.0, drift: float = 0.0
-) -> Exchange:
+def exchange(ahead: float, sent: float, there: float, back: float, serving: float = 0, drift: float = 0.0) -> Exchange:
     """Return an exchange with a clock that is `ahead` at zero; the two ways take `there` and `back`."""
     came = sent + there
     left = came + serving

@@ -164,9 +164,7 @@ def test_meaningless_options_are_refused(arguments: list[str], words: str, capsy
     assert words in capsys.readouterr().err
 
 
-def test_commands_without_a_worker_on_the_host(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_without_a_worker_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "groups_here", dict)
     for arguments in (["why"], ["why", "--group", "none"], ["top", "--once"], ["dump"], ["trace", "trace.json"]):
         assert command.main(arguments) == 2
@@ -198,9 +196,7 @@ def test_errors_are_one_line(chosen: list[str], tmp_path: pathlib.Path, capsys: 
         assert said in line
 
 
-def test_too_many_groups_are_not_all_queried(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_groups_are_not_all_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     there = {name: HostGroup([DebugAddress("", 1, -1, name, 0)]) for name in ("a", "b")}
     monkeypatch.setattr(command, "groups_here", lambda: there)
     monkeypatch.setattr(command, "LONGEST", -1.0)

@@ -209,9 +209,7 @@ def test_failures_before_the_first_look_are_no_rate() -> None:
 def test_flows_are_known_from_either_end() -> None:
     call = {"caller": "b", "number": 1, "function": "f", "age": 0.0, "state": "running", "thread": None}
     after = account("a", START + 1, bytes_out={"b": 150}, bytes_in={"b": 7}, calls_in=[call])
-    history = history_of(
-        GroupSnapshot([account("a", bytes_out={"b": 100})], {}), GroupSnapshot([after], {"b": "stuck"})
-    )
+    history = history_of(GroupSnapshot([account("a", bytes_out={"b": 100})], {}), GroupSnapshot([after], {"b": "gone"}))
     assert history.flows() == [Flow("a", "b", 0, 150, 50), Flow("b", "a", 1, 7, 7)]
 
 
@@ -226,8 +224,7 @@ def test_functions() -> None:
     served: list[Event] = [(RAN, 0.0, 0.002, "a", 1, "f", "ValueError"), (RAN, 0.0, 1.0, "c", 2, "h", "")]
     g, f, h = functions({"a": own, "b": served})
     assert (g.name, g.calls, g.failures, g.running) == ("g", 1, 1, None)
-    assert (f.name, f.calls, f.failures, f.running) == ("f", 100, 0, 0.002)
-    assert (f.p50, f.p99) == (0.051, 0.1)
+    assert (f.name, f.calls, f.failures, f.running, f.p50, f.p99) == ("f", 100, 0, 0.002, 0.051, 0.1)
     assert (h.name, h.calls, h.p50) == ("h", 1, 1.0)
     assert sum(f.histogram) == 100
     assert f.histogram[BOUNDS.index(0.001)] == g.histogram[-1] == 1
@@ -501,9 +498,7 @@ def test_top_of_workers_that_do_not_answer() -> None:
 
 
 def test_top_fits_into_the_terminal() -> None:
-    history = history_of(
-        GroupSnapshot([account(f"w{number}", rank=number) for number in range(100)], {"x": "a", "y": "b"})
-    )
+    history = history_of(GroupSnapshot([account(f"w{n}", rank=n) for n in range(100)], {"x": "a", "y": "b"}))
     history.add_events({"w1": [called(START - 1, START, f"f{number}") for number in range(100)]})
     text = TopView("rank").text(history, 30, 200).splitlines()
     assert len(text) <= 30

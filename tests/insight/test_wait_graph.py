@@ -80,9 +80,7 @@ def test_a_queued_call_waits_for_a_slot() -> None:
         (["train.f", "train.g"], [1, 3]),  # any
     ],
 )
-def test_a_call_that_waits_despite_free_slots_waits_for_its_actor(
-    scene: Scene, running: list[str], ahead: list[int]
-) -> None:
+def test_a_call_waits_despite_free_slots_for_its_actor(scene: Scene, running: list[str], ahead: list[int]) -> None:
     for function in running:
         scene.call("w0", "w1", function, 4, runs="train.py:3 f: x += 1")
     scene.call("w0", "w1", "train.Bag.g", 0.9, runs="train.py:3 f: x += 1")  # too young
@@ -118,9 +116,7 @@ def test_a_fetch_waits_for_calls_of_its_worker_that_may_make_the_value(scene: Sc
 @pytest.mark.parametrize(
     ("state", "age", "found"), [(UNFINISHED, 3.0, True), ("running", 3.0, False), (UNFINISHED, 3.2, False)]
 )
-def test_an_unfinished_call_may_wait_for_calls_that_its_function_made(
-    scene: Scene, state: str, age: float, found: bool
-) -> None:
+def test_an_unfinished_call_waits_for_calls_of_its_function(scene: Scene, state: str, age: float, found: bool) -> None:
     scene.call("w0", "w1", "f", 3, state=state)
     scene.call("w1", "w8", "g", age)
     assert of_call(scene) == [("future", CALL, "w1", scene["w1"]["calls_out"][0]["number"], True)] * found
@@ -161,9 +157,7 @@ def test_a_thread_without_a_line_waits_for_nothing_that_is_known(scene: Scene) -
     ("text", "inside", "found"),
     [("thread.join()", IN_THREADING, True), ("thread.join()", [], False), ("x = x + 1", IN_THREADING, False)],
 )
-def test_a_thread_may_wait_for_another_that_waits_for_a_call(
-    scene: Scene, text: str, inside: list[str], found: bool
-) -> None:
+def test_a_thread_waits_for_one_that_waits_for_a_call(scene: Scene, text: str, inside: list[str], found: bool) -> None:
     main = scene.thread("w0", f"train.py:9 main: {text}", inside=inside)
     other = scene.thread("w0", "train.py:20 load: rpc.rpc_sync('w1', f)", name="loader")
     scene.thread("w0", "train.py:30 idle: gate.wait()", name="idle")

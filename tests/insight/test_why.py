@@ -206,9 +206,7 @@ def test_a_barrier_that_a_dead_worker_does_not_reach(three: Scene) -> None:
 
 def test_a_barrier_that_an_unknown_worker_does_not_reach(two: Scene) -> None:
     for name in ("worker0", "worker1"):
-        two.thread(
-            name, "train.py:40 step: b.barrier()", wait=wait("barrier", "worker2", about="barrier of all", age=9)
-        )
+        two.thread(name, "train.py:4 step: b.barrier()", wait=wait("barrier", "worker2", about="barrier of all", age=9))
     assert "nothing is known about worker2" in only(two, "barrier", "worker2")[1]
 
 
@@ -400,8 +398,7 @@ def test_a_group_without_problems(two: Scene) -> None:
     two.call("worker0", "worker1", "train.work", 0.02, by=main, runs="train.py:20 work: x = x @ x", asleep=False)
     report = Report(two.sight)
     told = " ".join(report.text().split())
-    assert report.findings == []
-    assert report.status == 0
+    assert (report.findings, report.status) == ([], 0)
     assert told.startswith(
         "Nothing waits for long. 2 workers asked, all answered; 1 call in flight, the oldest for 0.0 s"
     )
@@ -627,13 +624,11 @@ def at_random(chance: random.Random) -> Scene:
     waits = ["shutdown", "backward", "future", "value", "init_rpc", "room", "store", "workers", "else"]
     for name in names:
         for _ in range(chance.randint(0, 3)):
-            wanted = wait(
-                chance.choice(waits), *chance.sample(strangers, chance.randint(0, 2)), age=chance.choice([0, 5])
-            )
+            own = wait(chance.choice(waits), *chance.sample(strangers, chance.randint(0, 2)), age=chance.choice([0, 5]))
             scene.thread(
                 name,
                 chance.choice(["", f"train.py:{chance.randint(1, 9)} step: {chance.choice(places)}"]),
-                wait=chance.choice([None, wanted]),
+                wait=chance.choice([None, own]),
                 asleep=chance.choice([True, False, None]),
                 outside=chance.choice(
                     [[], ["/lib/torch/autograd/graph.py:1 run"], ["/telegrad/pipeline/stage_runner.py:1 act"]]

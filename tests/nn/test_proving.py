@@ -391,9 +391,7 @@ def test_models_that_stages_would_not_reproduce_are_refused(make: Callable[[], n
 
 def test_an_unchanged_generator_is_no_state() -> None:
     """A global with the name of a part of the model is no state, either."""
-    made = split_model(
-        Two(seed_of_a_generator).double(), 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64)
-    )
+    made = split_model(Two(seed_of_a_generator).double(), 2, at=["b"], example=torch.randn(8, WIDTH).double())
     assert len(made.stages) == 2
 
 
@@ -489,9 +487,7 @@ def test_cutting_does_not_change_model_generators_or_gradients() -> None:
     model.norm.train()
     model(torch.ones(8, WIDTH, dtype=torch.float64)).sum().backward()
     names = [(name, each, each._version) for name, each in (*model.named_parameters(), *model.named_buffers())]
-    gradients = {
-        name: (each.grad, each.grad.clone()) for name, each in model.named_parameters() if each.grad is not None
-    }
+    gradients = {name: (own.grad, own.grad.clone()) for name, own in model.named_parameters() if own.grad is not None}
     values = {name: each.clone() for name, each, _ in names}
     modes = [each.training for each in model.modules()]
     before = torch.get_rng_state(), random.getstate(), torch.is_grad_enabled()

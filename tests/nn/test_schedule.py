@@ -121,9 +121,7 @@ def test_tied_values_arrive_first_and_gradients_leave_last(schedule: str) -> Non
     own = [action.kind for action in second if action.stage == 3]
     assert (own[0], own[-1]) == (schedules.LOAD_WEIGHT, schedules.SEND_GRADIENT)
     assert second.index(Action(schedules.LOAD_WEIGHT, 3, 0)) > 0  # the other stage does not wait
-    assert [
-        action for action in second if action.kind not in (schedules.LOAD_WEIGHT, schedules.SEND_GRADIENT)
-    ] == plans[1]
+    assert [each for each in second if each.kind not in (schedules.LOAD_WEIGHT, schedules.SEND_GRADIENT)] == plans[1]
 
 
 def test_names_of_tied_weights() -> None:

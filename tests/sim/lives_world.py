@@ -146,9 +146,7 @@ class World:
             except StopIteration:
                 self.actors.remove(actor)
         else:
-            raise AssertionError(
-                f"calls wait for ever: {[each for each in self.all if not each.fates]}, {self.queue!r}"
-            )
+            raise AssertionError(f"calls wait for ever: {[one for one in self.all if not one.fates]}, {self.queue!r}")
         self.check_end()
 
     def begin(self, actor: Iterator[None]) -> None:
