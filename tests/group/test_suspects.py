@@ -178,7 +178,7 @@ def test_a_worker_that_is_reached_while_it_is_doubted_is_probed_anew(
     assert (watch.declared if is_dynamic else watch.died) == ([] if lives else [0])
 
 
-def test_a_check_that_fails_keeps_the_doubts() -> None:
+def test_a_check_that_fails_keeps_the_suspects() -> None:
     watch = Watch(2, lambda _: False)
     watch._find_dead = Mock(side_effect=OverflowError)
     with pytest.raises(OverflowError):

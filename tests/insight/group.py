@@ -15,8 +15,7 @@ WORKERS = ["trainer", "stage1", "stage2", "stage3"]
 
 
 def account(worker: str, clock: float = START, **known: Any) -> WorkerState:
-    rank = WORKERS.index(worker) if worker in WORKERS else 0
-    return accounts.account(worker, clock, **{"rank": rank, **known})
+    return accounts.account(worker, clock, **{"rank": WORKERS.index(worker) if worker in WORKERS else 0, **known})
 
 
 class Group:

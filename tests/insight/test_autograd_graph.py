@@ -215,9 +215,7 @@ def test_a_send_is_joined_with_its_receive() -> None:
     receiver = WorkerPart([GraphNode(OPERATION, "op"), GraphNode(RECEIVE, "", "a")], [(1, 0)], {}, {("a", 1): 1})
     parts, messages = joined({"a": chain(1), "b": receiver})
     assert messages == [SentTensor("a", "b", 1, 2, 1, "f")]
-    assert parts["b"].nodes == [GraphNode(OPERATION, "op"), GraphNode(RECEIVE, "f", "a")], (
-        "the sender knows what it was"
-    )
+    assert parts["b"].nodes == [GraphNode(OPERATION, "op"), GraphNode(RECEIVE, "f", "a")], "the sender knows its name"
 
 
 def test_a_message_that_the_receiver_did_not_use_has_an_end() -> None:

@@ -47,9 +47,7 @@ BESIDE = ClockOffset(0.0, 0.0, how=SAME)
 # Clocks
 
 
-def exchange(
-    ahead: float, sent: float, there: float, back: float, serving: float = 0.0, drift: float = 0.0
-) -> Exchange:
+def exchange(ahead: float, sent: float, there: float, back: float, serving: float = 0, drift: float = 0.0) -> Exchange:
     """Return an exchange with a clock that is `ahead` at zero; the two ways take `there` and `back`."""
     came = sent + there
     left = came + serving
@@ -215,8 +213,7 @@ def test_a_repeated_number_is_joined_with_the_nearer_run() -> None:
 
 
 def test_clocks_are_named_and_applied() -> None:
-    ahead = ClockOffset(1000.0, 1e-5)
-    file = merge({"a": WorkerTrace([CALL], HERE), "b": WorkerTrace([moved(RUN, 1000)], ahead)})
+    file = merge({"a": WorkerTrace([CALL], HERE), "b": WorkerTrace([moved(RUN, 1000)], ClockOffset(1000.0, 1e-5))})
     check(file)
     (run,) = [event for event in file["traceEvents"] if event.get("cat") == RAN]
     assert run["ts"] == pytest.approx(1e5, abs=0.01)

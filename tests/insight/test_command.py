@@ -113,8 +113,7 @@ def test_dumps_of_workers_can_be_read_later(
     said = dict(line.split(": ", 1) for line in ran("dump", *chosen).splitlines())
     assert "nothing was written" in said["worker0"]
     assert "none of the files is from it" in ran("why", said["worker1"], status=2)
-    path = tmp_path / "trace.json.gz"
-    assert command.main(["trace", str(path), "--from", said["worker1"]]) == 0
+    assert command.main(["trace", str(tmp_path / "trace.json.gz"), "--from", said["worker1"]]) == 0
     assert "1 worker" in capsys.readouterr().out
     assert "is not a file that a worker wrote" in ran("why", __file__, status=2)
 
@@ -122,8 +121,7 @@ def test_dumps_of_workers_can_be_read_later(
 def test_a_dashboard(chosen: list[str]) -> None:
     with subprocess.Popen([*COMMAND, "dashboard", *chosen], stdout=subprocess.PIPE, text=True) as shown:
         assert shown.stdout is not None
-        url = shown.stdout.readline().strip()
-        with urllib.request.urlopen(url, timeout=PATIENCE) as page:
+        with urllib.request.urlopen(shown.stdout.readline().strip(), timeout=PATIENCE) as page:
             assert "<title>" in page.read().decode()
         shown.send_signal(signal.SIGINT)
         assert shown.wait(PATIENCE) == 130
@@ -166,9 +164,7 @@ def test_meaningless_options_are_refused(arguments: list[str], words: str, capsy
     assert words in capsys.readouterr().err
 
 
-def test_commands_without_a_worker_on_the_host(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_without_a_worker_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "groups_here", dict)
     for arguments in (["why"], ["why", "--group", "none"], ["top", "--once"], ["dump"], ["trace", "trace.json"]):
         assert command.main(arguments) == 2
@@ -200,9 +196,7 @@ def test_errors_are_one_line(chosen: list[str], tmp_path: pathlib.Path, capsys: 
         assert said in line
 
 
-def test_too_many_groups_are_not_all_queried(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_groups_are_not_all_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     there = {name: HostGroup([DebugAddress("", 1, -1, name, 0)]) for name in ("a", "b")}
     monkeypatch.setattr(command, "groups_here", lambda: there)
     monkeypatch.setattr(command, "LONGEST", -1.0)

@@ -53,8 +53,7 @@ def open_page(browser: Any, dashboard: Dashboard) -> Iterator[Open]:
     yield open_page
     for context in contexts:
         context.close()
-    assert wrong == []
-    assert elsewhere == []
+    assert (wrong, elsewhere) == ([], [])
 
 
 def rows(page: Any, table: str) -> list[str]:
@@ -260,8 +259,7 @@ def test_the_keyboard_reaches_all_controls(open_page: Open) -> None:
         page.keyboard.press("Tab")
         order.append(page.evaluate("Number(document.activeElement.dataset.index)"))
         outlined.append(page.evaluate("getComputedStyle(document.activeElement).outlineStyle"))
-    assert order == list(range(wanted))
-    assert set(outlined) == {"solid"}
+    assert (order, set(outlined)) == ([*range(wanted)], {"solid"})
     page.keyboard.press("Shift+Tab")
     page.locator("#pause").focus()
     page.keyboard.press("Space")

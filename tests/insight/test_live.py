@@ -97,8 +97,7 @@ def test_each_event_is_stored_once() -> None:
 
 def test_old_events_are_not_recent_and_calls_do_not_displace_steps() -> None:
     history = history_of(GroupSnapshot([account("a", START + 10)], {}))
-    step = (STEPPED, START + 9, START + 9, 1, "SGD")
-    history.add_events({"a": [step, ran(START), ran(START + 7), ran(START + 9)]})
+    history.add_events({"a": [(STEPPED, START + 9, START + 9, 1, "SGD"), ran(START), ran(START + 7), ran(START + 9)]})
     assert sorted(event[2] for event in history.recent(5).events["a"]) == [-3, -1, -1]
     history.add_events({"a": [ran(START + 9.5)] * (KEPT + 10)})
     recent = history.recent(60)
@@ -158,8 +157,7 @@ def test_rates_need_two_answers_of_one_process() -> None:
 
 def test_processor_use_needs_two_answers_that_tell_it() -> None:
     before, after = account("a", processor=5.0), account("a", START + 2, processor=8.0)
-    history = history_of(GroupSnapshot([before], {}), GroupSnapshot([after], {}))
-    assert history.rates()["a"].processor == 1.5
+    assert history_of(GroupSnapshot([before], {}), GroupSnapshot([after], {})).rates()["a"].processor == 1.5
     del before["processor"]
     assert history_of(GroupSnapshot([before], {}), GroupSnapshot([after], {})).rates()["a"].processor is None
 
@@ -211,9 +209,7 @@ def test_failures_before_the_first_look_are_no_rate() -> None:
 def test_flows_are_known_from_either_end() -> None:
     call = {"caller": "b", "number": 1, "function": "f", "age": 0.0, "state": "running", "thread": None}
     after = account("a", START + 1, bytes_out={"b": 150}, bytes_in={"b": 7}, calls_in=[call])
-    history = history_of(
-        GroupSnapshot([account("a", bytes_out={"b": 100})], {}), GroupSnapshot([after], {"b": "stuck"})
-    )
+    history = history_of(GroupSnapshot([account("a", bytes_out={"b": 100})], {}), GroupSnapshot([after], {"b": "gone"}))
     assert history.flows() == [Flow("a", "b", 0, 150, 50), Flow("b", "a", 1, 7, 7)]
 
 
@@ -228,8 +224,7 @@ def test_functions() -> None:
     served: list[Event] = [(RAN, 0.0, 0.002, "a", 1, "f", "ValueError"), (RAN, 0.0, 1.0, "c", 2, "h", "")]
     g, f, h = functions({"a": own, "b": served})
     assert (g.name, g.calls, g.failures, g.running) == ("g", 1, 1, None)
-    assert (f.name, f.calls, f.failures, f.running) == ("f", 100, 0, 0.002)
-    assert (f.p50, f.p99) == (0.051, 0.1)
+    assert (f.name, f.calls, f.failures, f.running, f.p50, f.p99) == ("f", 100, 0, 0.002, 0.051, 0.1)
     assert (h.name, h.calls, h.p50) == ("h", 1, 1.0)
     assert sum(f.histogram) == 100
     assert f.histogram[BOUNDS.index(0.001)] == g.histogram[-1] == 1
@@ -262,14 +257,12 @@ LANES: dict[str, tuple[list[Event], dict[str, Any], list[tuple[int, float, float
 def test_lanes(case: str) -> None:
     own, options, expected = LANES[case]
     (lane,) = lanes({"a": own, "b": []}, 0, 10, **options)
-    spans = [(s.row, s.begun, round(min(99, s.ended), 6), s.calls) for s in lane["spans"]]
-    assert spans == expected
+    assert [(s.row, s.begun, round(min(99, s.ended), 6), s.calls) for s in lane["spans"]] == expected
     assert [s.failure for s in lane["spans"] if s.failure] == [event[-1] for event in own if event[-1]]
 
 
 def test_the_gantt_chart_shows_the_latest_complete_batch() -> None:
-    events = {"a": [staged(1, 0), staged(2, 2), staged(3, 4)], "b": [staged(1, 1), staged(2, 3)]}
-    found = gantt(events)
+    found = gantt({"a": [staged(1, 0), staged(2, 2), staged(3, 4)], "b": [staged(1, 1), staged(2, 3)]})
     assert found is not None
     assert [bar["worker"] for bar in found.pop("bars")] == ["a", "b"]
     assert found == {"batch": "p 2", "begun": 2, "ended": 4, "idle": 0.5}
@@ -293,8 +286,7 @@ def test_figures_of_training_and_spent_time() -> None:
     spent = {"optimizer": 2, "backward": 1.5, "forward": 1, "waits": 1.5, "calls": 0}
     assert found["spent"]["a"] == pytest.approx(spent)
     spans = [(0.0, 4.0, "waits"), (1.0, 2.0, "backward"), (1.5, 3.0, "optimizer"), (3.5, 99.0, "calls")]
-    once = {"optimizer": 1.5, "backward": 0.5, "forward": 0, "waits": 2, "calls": 6}
-    assert spend(spans, 0, 10) == once
+    assert spend(spans, 0, 10) == {"optimizer": 1.5, "backward": 0.5, "forward": 0, "waits": 2, "calls": 6}
 
 
 def test_snapshot_of_a_group_that_trains() -> None:
@@ -323,13 +315,11 @@ def test_notable_lanes_are_those_of_the_longest_and_of_failed_calls() -> None:
         {"worker": f"w{at}", "kind": "ran", "spans": [[0, 10.0 - at / 10, None, 1, "f", "a", failed.get(at, "")]]}
         for at in range(60)
     ]
-    shown = [int(lane["worker"][1:]) for lane in notable({"now": 10.0, "lanes": found}, "w3")]
-    assert shown == [3, 30, *range(40, 60)]
+    assert [int(lane["worker"][1:]) for lane in notable({"now": 10.0, "lanes": found}, "w3")] == [3, 30, *range(40, 60)]
 
 
 def test_snapshots_of_unfinished_calls_and_of_a_silent_group() -> None:
-    history = history_of(Group().look())
-    found = [(lane["worker"], lane["kind"], lane["spans"]) for lane in snapshot(history, 5)["lanes"]]
+    found = [(lane["worker"], lane["kind"], lane["spans"]) for lane in snapshot(history_of(Group().look()), 5)["lanes"]]
     out = [[0, -1, None, 1, "torch.add", "stage1", ""], [1, -1, None, 1, "torch.add", "stage2", ""]]
     come = [[0, -0.9, None, 1, "torch.add", "trainer", ""]]
     assert found == [("trainer", "called", out), ("stage1", "ran", come), ("stage2", "ran", come)]
@@ -444,8 +434,7 @@ def test_top_once_shows_workers_functions_and_problems() -> None:
 
 
 def test_top_of_one_worker() -> None:
-    text = top.once(Looks(), between=0.0, view=TopView(worker="w2", stacks=True))
-    assert squeezed(text)[4:] == [
+    assert squeezed(top.once(Looks(), between=0.0, view=TopView(worker="w2", stacks=True)))[4:] == [
         "w2 rank 2 on node1, pid 100: train.py",
         "member for 62s, generation 1; slots 1/16; processor 150% of a core, memory 300M, lent 0, cuda:1 2.0G; "
         "contexts 0",
@@ -509,9 +498,7 @@ def test_top_of_workers_that_do_not_answer() -> None:
 
 
 def test_top_fits_into_the_terminal() -> None:
-    history = history_of(
-        GroupSnapshot([account(f"w{number}", rank=number) for number in range(100)], {"x": "a", "y": "b"})
-    )
+    history = history_of(GroupSnapshot([account(f"w{n}", rank=n) for n in range(100)], {"x": "a", "y": "b"}))
     history.add_events({"w1": [called(START - 1, START, f"f{number}") for number in range(100)]})
     text = TopView("rank").text(history, 30, 200).splitlines()
     assert len(text) <= 30

@@ -242,8 +242,7 @@ def test_timeouts_and_failing_references(seen: Seen) -> None:
 def test_with_a_profiler_at_the_same_time(seen: Seen) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as events:
         assert rpc_sync("w1", inner, (1,)) == rpc_async("w1", inner, (1,)).wait() == 2
-    names = {event.name for event in events.events()}
-    assert {"rpc_sync#inner(w0 -> w1)", "rpc_async#inner(w0 -> w1)"} <= names
+    assert {"rpc_sync#inner(w0 -> w1)", "rpc_async#inner(w0 -> w1)"} <= {event.name for event in events.events()}
     assert seen.parent("inner", SERVER) == ("inner", CLIENT)
 
 
@@ -258,8 +257,7 @@ def test_stages_of_a_pipeline_are_spans_of_the_trace(seen: Seen) -> None:
     with tracer.start_as_current_span("step") as step, autograd.context() as context:
         pipeline.forward_backward(context, torch.randn(8, 4), torch.randn(8, 2), mse_loss)
     for name in ("stage 4", "stage 3"):
-        span = seen.span(name, INTERNAL)
-        assert span.context.trace_id == step.get_span_context().trace_id
+        assert seen.span(name, INTERNAL).context.trace_id == step.get_span_context().trace_id
         assert seen.parent(name, INTERNAL)[1] is SERVER
 
 

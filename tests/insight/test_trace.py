@@ -70,8 +70,7 @@ def regions() -> list[tuple[float, float]]:
     named = [(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
     offset = offset_of_profile(named)
     assert offset is not None
-    placed = sorted((begun, ended) for name, begun, ended in named if name == "region")
-    pairs = zip(seen, placed, strict=True)
+    pairs = zip(seen, sorted((begun, ended) for name, begun, ended in named if name == "region"), strict=True)
     return [(offset.to_reference(p[0]) - s[0], offset.to_reference(p[1]) - s[1]) for s, p in pairs]
 
 

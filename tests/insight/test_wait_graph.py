@@ -17,6 +17,11 @@ def pair(slots: int = 16) -> Scene:
     return Scene("w0", "w1", slots=slots)
 
 
+@pytest.fixture
+def scene() -> Scene:
+    return pair()
+
+
 def edges(scene: Scene, node: Node) -> list[Shown]:
     found = WaitGraph(scene.sight, LONG).edges(node)
     return [(edge.why, edge.to.kind, edge.to.worker, edge.to.number, edge.guess) for edge in found]
@@ -39,8 +44,7 @@ def starts(scene: Scene) -> list[tuple[str, int]]:
 # Calls
 
 
-def test_a_call_to_an_unknown_worker_waits_for_that_worker() -> None:
-    scene = pair()
+def test_a_call_to_an_unknown_worker_waits_for_that_worker(scene: Scene) -> None:
     scene.call("w0", "w8", "f", 3)
     assert of_call(scene) == [("call", WORKER, "w8", 0, False)]
 
@@ -76,8 +80,7 @@ def test_a_queued_call_waits_for_a_slot() -> None:
         (["train.f", "train.g"], [1, 3]),  # any
     ],
 )
-def test_a_call_that_waits_despite_free_slots_waits_for_its_actor(running: list[str], ahead: list[int]) -> None:
-    scene = pair()
+def test_a_call_waits_despite_free_slots_for_its_actor(scene: Scene, running: list[str], ahead: list[int]) -> None:
     for function in running:
         scene.call("w0", "w1", function, 4, runs="train.py:3 f: x += 1")
     scene.call("w0", "w1", "train.Bag.g", 0.9, runs="train.py:3 f: x += 1")  # too young
@@ -85,15 +88,13 @@ def test_a_call_that_waits_despite_free_slots_waits_for_its_actor(running: list[
     assert of_call(scene) == [("turn", CALL, "w0", number, True) for number in ahead]
 
 
-def test_a_running_call_waits_for_its_thread() -> None:
-    scene = pair()
+def test_a_running_call_waits_for_its_thread(scene: Scene) -> None:
     runs = scene.call("w0", "w1", "f", 4, runs="train.py:3 f: x += 1")
     assert runs is not None
     assert of_call(scene) == [("runs", THREAD, "w1", runs, False)]
 
 
-def test_a_call_of_a_meeting_waits_for_the_thread_that_knows_who_is_missing() -> None:
-    scene = pair()
+def test_a_call_of_a_meeting_waits_for_the_thread_that_knows_who_is_missing(scene: Scene) -> None:
     scene.thread("w0", "train.py:9 main: other()", wait=wait("barrier", "w1", about="another barrier"))
     meets = scene.thread("w0", "train.py:9 main: everybody.barrier()", wait=wait("barrier", "w1", about="the barrier"))
     scene.call("w0", "w1", "the barrier", 4, state=UNFINISHED)
@@ -102,8 +103,7 @@ def test_a_call_of_a_meeting_waits_for_the_thread_that_knows_who_is_missing() ->
     assert of_call(scene) == []
 
 
-def test_a_fetch_waits_for_calls_of_its_worker_that_may_make_the_value() -> None:
-    scene = pair()
+def test_a_fetch_waits_for_calls_of_its_worker_that_may_make_the_value(scene: Scene) -> None:
     scene.call("w1", "w1", "make", 4, runs="train.py:3 f: x += 1")
     scene.call("w0", "w1", "make", 4, runs="train.py:3 f: x += 1")
     scene.call("w0", "w1", "to_here() of a reference", 3, state=UNFINISHED)
@@ -116,20 +116,17 @@ def test_a_fetch_waits_for_calls_of_its_worker_that_may_make_the_value() -> None
 @pytest.mark.parametrize(
     ("state", "age", "found"), [(UNFINISHED, 3.0, True), ("running", 3.0, False), (UNFINISHED, 3.2, False)]
 )
-def test_an_unfinished_call_may_wait_for_calls_that_its_function_made(state: str, age: float, found: bool) -> None:
-    scene = pair()
+def test_an_unfinished_call_waits_for_calls_of_its_function(scene: Scene, state: str, age: float, found: bool) -> None:
     scene.call("w0", "w1", "f", 3, state=state)
     scene.call("w1", "w8", "g", age)
-    number = scene["w1"]["calls_out"][0]["number"]
-    assert of_call(scene) == [("future", CALL, "w1", number, True)] * found
+    assert of_call(scene) == [("future", CALL, "w1", scene["w1"]["calls_out"][0]["number"], True)] * found
 
 
 # Threads
 
 
 @pytest.mark.parametrize(("age", "found"), [(1.0, True), (0.9, False)])
-def test_a_thread_waits_for_its_calls(age: float, found: bool) -> None:
-    scene = pair()
+def test_a_thread_waits_for_its_calls(scene: Scene, age: float, found: bool) -> None:
     main = scene.thread("w0", "train.py:9 main: rpc.rpc_sync('w1', f)")
     scene.call("w0", "w1", "f", age, by=main)
     assert of_thread(scene, main) == [("call", CALL, "w0", 2, False)] * found
@@ -144,15 +141,13 @@ def test_a_thread_waits_for_its_calls(age: float, found: bool) -> None:
         ("x = x + 1", COROUTINE, True),
     ],
 )
-def test_a_thread_may_wait_for_futures_by_its_line(text: str, name: str, found: bool) -> None:
-    scene = pair()
+def test_a_thread_may_wait_for_futures_by_its_line(scene: Scene, text: str, name: str, found: bool) -> None:
     main = scene.thread("w0", f"train.py:9 main: {text}", name=name)
     scene.call("w0", "w1", "f", 3)
     assert of_thread(scene, main) == [("future", CALL, "w0", 2, True)] * found
 
 
-def test_a_thread_without_a_line_waits_for_nothing_that_is_known() -> None:
-    scene = pair()
+def test_a_thread_without_a_line_waits_for_nothing_that_is_known(scene: Scene) -> None:
     main = scene.thread("w0")
     scene.call("w0", "w1", "f", 3)
     assert of_thread(scene, main) == []
@@ -162,8 +157,7 @@ def test_a_thread_without_a_line_waits_for_nothing_that_is_known() -> None:
     ("text", "inside", "found"),
     [("thread.join()", IN_THREADING, True), ("thread.join()", [], False), ("x = x + 1", IN_THREADING, False)],
 )
-def test_a_thread_may_wait_for_another_that_waits_for_a_call(text: str, inside: list[str], found: bool) -> None:
-    scene = pair()
+def test_a_thread_waits_for_one_that_waits_for_a_call(scene: Scene, text: str, inside: list[str], found: bool) -> None:
     main = scene.thread("w0", f"train.py:9 main: {text}", inside=inside)
     other = scene.thread("w0", "train.py:20 load: rpc.rpc_sync('w1', f)", name="loader")
     scene.thread("w0", "train.py:30 idle: gate.wait()", name="idle")
@@ -171,8 +165,7 @@ def test_a_thread_may_wait_for_another_that_waits_for_a_call(text: str, inside: 
     assert of_thread(scene, main) == [("thread", THREAD, "w0", other, True)] * found
 
 
-def test_a_thread_waits_for_its_passes_or_the_workers_that_owe_to_them() -> None:
-    scene = pair()
+def test_a_thread_waits_for_its_passes_or_the_workers_that_owe_to_them(scene: Scene) -> None:
     main = scene.thread("w0", "train.py:9 main: autograd.backward(c, [loss])", wait=wait("backward", "w1"))
     assert of_thread(scene, main) == [("pass", WORK, "w1", 0, False)]
     scene["w0"]["passes"].append({"context": 7, "number": 5, "age": 3.0, "owing": ["w1"]})
@@ -180,32 +173,27 @@ def test_a_thread_waits_for_its_passes_or_the_workers_that_owe_to_them() -> None
 
 
 @pytest.mark.parametrize("on", [(), ("w1",)])
-def test_a_value_of_its_own_worker_is_made_by_another_call(on: tuple[str, ...]) -> None:
-    scene = pair()
+def test_a_value_of_its_own_worker_is_made_by_another_call(scene: Scene, on: tuple[str, ...]) -> None:
     own = scene.call("w0", "w1", "f", 3, runs="train.py:3 f: rref.local_value()", wait=wait("value", *on))
     scene.call("w0", "w1", "g", 3, runs="train.py:8 g: x += 1")
     assert own is not None
     assert of_thread(scene, own, "w1") == [("value", CALL, "w0", scene["w1"]["calls_in"][1]["number"], True)]
 
 
-def test_a_value_of_another_worker_is_waited_for_there() -> None:
-    scene = pair()
+def test_a_value_of_another_worker_is_waited_for_there(scene: Scene) -> None:
     main = scene.thread("w0", "train.py:9 main: rref.to_here()", wait=wait("value", "w0", "w1"))
     assert of_thread(scene, main) == [("value", WORKER, "w1", 0, False)]
 
 
-def test_room_is_made_by_the_oldest_call() -> None:
-    scene = pair()
+def test_room_is_made_by_the_oldest_call(scene: Scene) -> None:
     main = scene.thread("w0", "train.py:9 main: rpc.rpc_async('w1', f)", wait=wait("room", "w1", "w8"))
     for age in (2, 4, 3):
         scene.call("w0", "w1", "f", age)
-    oldest = scene["w0"]["calls_out"][1]["number"]
-    assert of_thread(scene, main) == [("room", CALL, "w0", oldest, False)]
+    assert of_thread(scene, main) == [("room", CALL, "w0", scene["w0"]["calls_out"][1]["number"], False)]
     assert WaitGraph(scene.sight, LONG).age(Node(THREAD, "w0", main)) == 4
 
 
-def test_another_wait_may_be_for_futures_of_the_served_call_or_for_threads() -> None:
-    scene = pair()
+def test_another_wait_may_be_for_futures_of_the_served_call_or_for_threads(scene: Scene) -> None:
     own = scene.call("w0", "w1", "f", 3, runs="train.py:3 f: checkpoint.save(state)", wait=wait("save"))
     callback = scene.thread("w1", "train.py:30 done: gate.wait()", name="telegrad-callbacks")
     assert own is not None
@@ -227,8 +215,7 @@ def test_a_shutdown_waits_for_the_named_workers_or_those_that_have_not_called_it
     assert of_thread(scene, main) == [("shutdown", WORKER, "w1", 0, False)]
 
 
-def test_meetings_are_left_to_the_rule_of_meetings() -> None:
-    scene = pair()
+def test_meetings_are_left_to_the_rule_of_meetings(scene: Scene) -> None:
     main = scene.thread("w0", "train.py:9 main: everybody.barrier()", wait=wait("barrier", "w1"))
     scene.call("w0", "w1", "the barrier", 4, by=main)
     assert of_thread(scene, main) == []
@@ -250,8 +237,7 @@ def test_meetings_are_left_to_the_rule_of_meetings() -> None:
         (None, 9.0, 3.0),
     ],
 )
-def test_the_age_of_a_wait(waits: Any, phase_age: float, age: float) -> None:
-    scene = pair()
+def test_the_age_of_a_wait(scene: Scene, waits: Any, phase_age: float, age: float) -> None:
     number = scene.call("w1", "w0", "f", 3, runs="train.py:3 f: g()", wait=waits)
     scene.call("w0", "w1", "g", 5)
     scene.call("w0", "w8", "g", 8)
@@ -264,8 +250,7 @@ def test_the_age_of_a_wait(waits: Any, phase_age: float, age: float) -> None:
     assert graph.age(Node(CALL, "w0", 99, "w1")) == graph.age(Node(SLOTS, "w1")) == graph.age(Node(WORKER, "w1")) == 0
 
 
-def test_ages_without_passes_calls_and_served_calls_are_unknown() -> None:
-    scene = pair()
+def test_ages_without_passes_calls_and_served_calls_are_unknown(scene: Scene) -> None:
     for waits in (wait("backward"), wait("room", "w1"), wait("save"), None):
         scene.thread("w0", "train.py:9 main: g()", wait=waits)
     graph = WaitGraph(scene.sight, LONG)
@@ -283,14 +268,12 @@ def test_ages_without_passes_calls_and_served_calls_are_unknown() -> None:
         (wait("shutdown"), True),  # for as long as the worker's phase
     ],
 )
-def test_which_waits_are_long(waits: Any, long: bool) -> None:
-    scene = pair()
+def test_which_waits_are_long(scene: Scene, waits: Any, long: bool) -> None:
     number = scene.thread("w0", "train.py:9 main: g()", wait=waits)
     assert starts(scene) == [(THREAD, number)] * long
 
 
-def test_a_thread_has_waited_for_long_if_its_futures_or_its_lock_have() -> None:
-    scene = pair()
+def test_a_thread_has_waited_for_long_if_its_futures_or_its_lock_have(scene: Scene) -> None:
     waits = scene.thread("w0", "train.py:9 main: future.wait()")
     scene.call("w0", "w1", "f", 1.5)
     assert starts(scene) == []
@@ -303,8 +286,7 @@ def test_a_thread_has_waited_for_long_if_its_futures_or_its_lock_have() -> None:
     assert starts(scene) == [(THREAD, number)]
 
 
-def test_a_pass_that_no_thread_waits_for_is_a_start() -> None:
-    scene = pair()
+def test_a_pass_that_no_thread_waits_for_is_a_start(scene: Scene) -> None:
     scene["w0"]["passes"].append({"context": 7, "number": 5, "age": 2.0, "owing": ["w1"]})
     assert starts(scene) == [(PASS, 5)]
     scene["w0"]["passes"][0]["age"] = 1.9
@@ -332,8 +314,7 @@ def test_a_pass_that_no_thread_waits_for_is_a_start() -> None:
         ),
     ],
 )
-def test_the_lock_that_a_thread_takes(place: str, more: dict[str, Any], lock: str | None) -> None:
-    scene = pair()
+def test_the_lock_that_a_thread_takes(scene: Scene, place: str, more: dict[str, Any], lock: str | None) -> None:
     scene.thread("w0", place, **more)
     assert lock_of(scene["w0"]["threads"][0]) == lock
 
@@ -347,9 +328,8 @@ def test_the_lock_that_a_thread_takes(place: str, more: dict[str, Any], lock: st
     ],
 )
 def test_a_lock_is_held_by_the_thread_that_says_so_or_by_one_of_the_same_file(
-    more: dict[str, Any], found: bool
+    scene: Scene, more: dict[str, Any], found: bool
 ) -> None:
-    scene = pair()
     takes = scene.thread("w0", "train.py:3 f: with lock:")
     number = scene.thread("w0", "lib.py:20 g: x += 1", name="holder", **more)
     scene.thread("w0", "other.py:3 f: y += 1")

@@ -1,12 +1,12 @@
 """The dashboard's server: access, pages, the rate of queries, and the number of connections."""
 
 import contextlib
-import http.client
 import json
 import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection, HTTPMessage
 from importlib import resources
 from time import monotonic
 from types import SimpleNamespace
@@ -38,10 +38,8 @@ def why(sight: GroupSnapshot) -> str:
     return f"{len(sight.accounts)} workers, and none waits."
 
 
-def ask(
-    dashboard: Dashboard, path: str, method: str = "GET", **headers: str
-) -> tuple[int, str, http.client.HTTPMessage]:
-    connection = http.client.HTTPConnection("127.0.0.1", dashboard.port, timeout=10)
+def ask(dashboard: Dashboard, path: str, method: str = "GET", **headers: str) -> tuple[int, str, HTTPMessage]:
+    connection = HTTPConnection("127.0.0.1", dashboard.port, timeout=10)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     found = answer.status, answer.read().decode(), answer.headers
@@ -101,8 +99,7 @@ def test_answers_are_not_cached_and_load_nothing_from_elsewhere(dashboard: Dashb
         _, _, headers = ask(dashboard, path, Cookie=cookie(dashboard))
         assert headers["Cache-Control"] == "no-store"
         assert headers["Content-Security-Policy"].startswith("default-src 'none'")
-        assert headers["Referrer-Policy"] == "no-referrer"
-        assert headers["Server"].strip() == "telegrad"
+        assert (headers["Referrer-Policy"], headers["Server"].strip()) == ("no-referrer", "telegrad")
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/../dashboard.py", "/%2e%2e/dashboard.py", "//etc/passwd", "/pages/"])
@@ -113,8 +110,7 @@ def test_only_pages_are_served(dashboard: Dashboard, path: str) -> None:
 def test_data(dashboard: Dashboard) -> None:
     status, body, headers = ask(dashboard, "/data?seconds=5", Cookie=cookie(dashboard))
     data = json.loads(body)
-    assert status == 200
-    assert headers["Content-Type"] == "application/json; charset=utf-8"
+    assert (status, headers["Content-Type"]) == (200, "application/json; charset=utf-8")
     assert [worker["worker"] for worker in data["workers"]] == WORKERS
     assert (data["seconds"], data["trouble"]) == (5, "")
     assert data["gantt"]["bars"]
@@ -135,8 +131,7 @@ def test_data(dashboard: Dashboard) -> None:
     [("", 60), ("x", 60), ("nan", 60), ("1e9", 60), ("inf", 60), ("0", 2), ("-inf", 2), ("4.001", 5)],
 )
 def test_requested_seconds_are_rounded_to_a_supported_span(dashboard: Dashboard, asked: str, served: float) -> None:
-    body = ask(dashboard, f"/data?seconds={asked}", Cookie=cookie(dashboard))[1]
-    assert json.loads(body)["seconds"] == served
+    assert json.loads(ask(dashboard, f"/data?seconds={asked}", Cookie=cookie(dashboard))[1])["seconds"] == served
 
 
 def test_the_page_offers_the_supported_spans(dashboard: Dashboard) -> None:

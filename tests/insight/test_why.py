@@ -19,16 +19,37 @@ SLEEPS = "gate.wait()"
 ASKED = WaitState(what="asks", on=[], about="", age=0.0)
 
 
-def only(scene: Scene, kind: str, *workers: str) -> tuple[Finding, str]:
-    """Return the single finding, whose cause is at these workers, and the whole text."""
+@pytest.fixture
+def one() -> Scene:
+    return Scene("worker0")
+
+
+@pytest.fixture
+def two() -> Scene:
+    return Scene("worker0", "worker1")
+
+
+@pytest.fixture
+def three() -> Scene:
+    return Scene("worker0", "worker1", "worker2")
+
+
+def only(
+    scene: Scene, kind: str, *workers: str, title: str = "", told: str = "", waiting: Any = None, status: int = -1
+) -> tuple[Finding, str]:
+    """Return the single finding, whose cause is at these workers, and the whole text; check the words in them."""
     report = Report(scene.sight)
-    found, told = report.findings, report.text(stacks=True)
-    print(told)
-    assert [finding.kind for finding in found] == [kind]
-    assert found[0].workers == list(workers)
-    assert all(len(line) <= 100 for line in told.splitlines())
+    found, text = report.findings, report.text(stacks=True)
+    print(text)
+    assert [(finding.kind, finding.workers) for finding in found] == [(kind, [*workers])]
+    assert all(len(line) <= 100 for line in text.splitlines())
     json.dumps(report.as_json())
-    return found[0], " ".join(told.split())
+    text = " ".join(text.split())
+    assert title in found[0].title
+    assert told in text
+    assert waiting is None or type(waiting)(found[0].waiting) == waiting
+    assert status in (-1, report.status)
+    return found[0], text
 
 
 def kinds(scene: Scene) -> list[str]:
@@ -37,23 +58,21 @@ def kinds(scene: Scene) -> list[str]:
     return [finding.kind for finding in report.findings]
 
 
-def test_an_endless_loop_at_the_end_of_a_chain() -> None:
-    scene = Scene("worker0", "worker1", "worker2")
-    main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', relay)")
-    relay = scene.call("worker0", "worker1", "train.relay", 3.1, by=main, runs="train.py:14 relay: return f.wait()")
-    scene.call("worker1", "worker2", "train.spin", 3, by=relay, runs="train.py:20 spin: while True:", asleep=False)
-    finding, told = only(scene, "busy", "worker2")
+def test_an_endless_loop_at_the_end_of_a_chain(three: Scene) -> None:
+    main = three.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', relay)")
+    relay = three.call("worker0", "worker1", "train.relay", 3.1, by=main, runs="train.py:14 relay: return f.wait()")
+    three.call("worker1", "worker2", "train.spin", 3, by=relay, runs="train.py:20 spin: while True:", asleep=False)
+    finding, told = only(three, "busy", "worker2")
     assert finding.waiting == ["worker1", "worker0"]
     assert told.index("worker1, in train.relay for worker0, waits") < told.index("worker0's main thread waits")
 
 
-def test_a_cancelled_call_that_still_runs_and_the_thread_that_asks() -> None:
-    scene = Scene("worker0", "worker1")
-    scene.thread("worker0", "train.py:9 main: print(insight.why())", wait=ASKED, asleep=False)
-    scene.call("worker0", "worker1", "time.sleep", 1.2, runs="train.py:3 nap: gate.wait()")
-    scene["worker0"]["calls_out"].clear()
-    scene["worker1"]["calls_in"][0]["cancelled"] = True
-    told = " ".join(Report(scene.sight).text().split())
+def test_a_cancelled_call_that_still_runs_and_the_thread_that_asks(two: Scene) -> None:
+    two.thread("worker0", "train.py:9 main: print(insight.why())", wait=ASKED, asleep=False)
+    two.call("worker0", "worker1", "time.sleep", 1.2, runs="train.py:3 nap: gate.wait()")
+    two["worker0"]["calls_out"].clear()
+    two["worker1"]["calls_in"][0]["cancelled"] = True
+    told = " ".join(Report(two.sight).text().split())
     assert "0 calls in flight, 1 cancelled call still runs; no thread is busy" in told
     assert "worker0: main thread asks for this report, at train.py:9 in main" in told
     assert "worker1: runs 1 call: time.sleep of worker0 (cancelled), for 1.2 s" in told
@@ -64,19 +83,18 @@ def test_the_report_knows_the_thread_that_asks() -> None:
     assert [each and each["what"] for each in waits] == ["asks"]
 
 
-def test_threads_of_other_programs_are_no_waits_but_may_hold_a_lock() -> None:
-    scene = Scene("worker0", "worker1", "worker2")
+def test_threads_of_other_programs_are_no_waits_but_may_hold_a_lock(three: Scene) -> None:
     own = {"name": "IPythonHistorySavingThread", "inside": ["/usr/lib/python3/threading.py:629 wait"]}
     for name in ("worker0", "worker1"):
-        scene.thread(name, "train.py:9 main: input()")
-        scene.thread(name, "history.py:8 run: self.save_flag.wait()", **own)
-    assert Report(scene.sight).findings[0].kind == "barrier"
+        three.thread(name, "train.py:9 main: input()")
+        three.thread(name, "history.py:8 run: self.save_flag.wait()", **own)
+    assert Report(three.sight).findings[0].kind == "barrier"
     for name in ("worker0", "worker1"):
-        scene[name]["threads"][1]["foreign"] = True
-    assert Report(scene.sight).findings == []
-    scene.call("worker1", "worker0", "train.log", 3, runs="train.py:4 log: with guard:")
-    scene["worker0"]["threads"][1]["holds"] = ["guard"]
-    assert "worker0's thread IPythonHistorySavingThread" in only(scene, "lock", "worker0")[1]
+        three[name]["threads"][1]["foreign"] = True
+    assert Report(three.sight).findings == []
+    three.call("worker1", "worker0", "train.log", 3, runs="train.py:4 log: with guard:")
+    three["worker0"]["threads"][1]["holds"] = ["guard"]
+    assert "worker0's thread IPythonHistorySavingThread" in only(three, "lock", "worker0")[1]
 
 
 def test_the_report_marks_daemon_threads_without_code_of_the_program() -> None:
@@ -97,10 +115,9 @@ def test_the_report_marks_daemon_threads_without_code_of_the_program() -> None:
         gate.set()
 
 
-def test_a_silent_worker_without_waiting_workers() -> None:
-    scene = Scene("worker0")
-    scene.silent["worker1"] = "its interpreter is held"
-    only(scene, "silent", "worker1")
+def test_a_silent_worker_without_waiting_workers(one: Scene) -> None:
+    one.silent["worker1"] = "its interpreter is held"
+    only(one, "silent", "worker1")
 
 
 def _tell(account: WorkerState, **more: Any) -> None:
@@ -180,37 +197,30 @@ def test_workers_that_start() -> None:
     assert Report(scene.sight).findings == []
 
 
-def test_a_barrier_that_a_dead_worker_does_not_reach() -> None:
-    scene = Scene("worker0", "worker1", "worker2")
+def test_a_barrier_that_a_dead_worker_does_not_reach(three: Scene) -> None:
     for name in ("worker0", "worker1", "worker2"):
-        scene.thread(name, "train.py:40 step: dist.barrier()")
-    scene["worker1"]["gone"] = {"worker3": "its process ended"}
-    assert "worker3 is no longer in the group: its process ended" in only(scene, "barrier", "worker3")[1]
+        three.thread(name, "train.py:40 step: dist.barrier()")
+    three["worker1"]["gone"] = {"worker3": "its process ended"}
+    assert "worker3 is no longer in the group: its process ended" in only(three, "barrier", "worker3")[1]
 
 
-def test_a_barrier_that_an_unknown_worker_does_not_reach() -> None:
-    scene = Scene("worker0", "worker1")
+def test_a_barrier_that_an_unknown_worker_does_not_reach(two: Scene) -> None:
     for name in ("worker0", "worker1"):
-        scene.thread(
-            name, "train.py:40 step: b.barrier()", wait=wait("barrier", "worker2", about="barrier of all", age=9)
-        )
-    assert "nothing is known about worker2" in only(scene, "barrier", "worker2")[1]
+        two.thread(name, "train.py:4 step: b.barrier()", wait=wait("barrier", "worker2", about="barrier of all", age=9))
+    assert "nothing is known about worker2" in only(two, "barrier", "worker2")[1]
 
 
-def test_a_backward_pass_that_no_worker_runs() -> None:
-    scene = Scene("worker0", "worker1")
-    scene.thread("worker0", "train.py:9 main: dist_autograd.backward(c, [loss])", wait=wait("backward"))
-    scene["worker0"]["passes"].append({"context": 7, "number": 1, "age": 6.5, "owing": ["worker1"]})
-    only(scene, "backward", "worker1")
+def test_a_backward_pass_that_no_worker_runs(two: Scene) -> None:
+    two.thread("worker0", "train.py:9 main: dist_autograd.backward(c, [loss])", wait=wait("backward"))
+    two["worker0"]["passes"].append({"context": 7, "number": 1, "age": 6.5, "owing": ["worker1"]})
+    only(two, "backward", "worker1")
 
 
-def test_a_backward_pass_that_waits_for_a_silent_worker() -> None:
-    scene = Scene("worker0")
-    scene.thread("worker0", "train.py:9 main: dist_autograd.backward(c, [loss])", wait=wait("backward", "worker1"))
-    scene["worker0"]["passes"].append({"context": 7, "number": 1, "age": 6.5, "owing": ["worker0", "worker1"]})
-    scene.silent["worker1"] = "its process has ended"
-    finding, _ = only(scene, "silent", "worker1")
-    assert finding.waiting == ["worker0"]
+def test_a_backward_pass_that_waits_for_a_silent_worker(one: Scene) -> None:
+    one.thread("worker0", "train.py:9 main: dist_autograd.backward(c, [loss])", wait=wait("backward", "worker1"))
+    one["worker0"]["passes"].append({"context": 7, "number": 1, "age": 6.5, "owing": ["worker0", "worker1"]})
+    one.silent["worker1"] = "its process has ended"
+    only(one, "silent", "worker1", waiting=["worker0"])
 
 
 def leaving(place: str, **more: Any) -> Scene:
@@ -235,41 +245,33 @@ def test_a_driver_that_calls_now_and_then_is_no_hang() -> None:
     assert status([finding]) == 0
     assert "worker2 is busy, and has not called shutdown yet; others have, and serve calls meanwhile" in told
     _tell(scene["worker2"], idle=30.0)
-    finding, _ = only(scene, "shutdown", "worker2")
-    assert status([finding]) == 1
+    only(scene, "shutdown", "worker2", status=1)
 
 
-def test_serving_workers_are_no_hang() -> None:
-    scene = Scene("worker0", "worker1")
-    scene.thread("worker0", f"train.py:9 main: {SLEEPS}")
-    scene.thread("worker1", wait=wait("serve", about="calls of others"))
-    assert Report(scene.sight).findings == []
-    assert "worker1: main thread serves the others" in Report(scene.sight).text()
+def test_serving_workers_are_no_hang(two: Scene) -> None:
+    two.thread("worker0", f"train.py:9 main: {SLEEPS}")
+    two.thread("worker1", wait=wait("serve", about="calls of others"))
+    assert Report(two.sight).findings == []
+    assert "worker1: main thread serves the others" in Report(two.sight).text()
 
 
 def test_a_serving_worker_that_delays_a_shutdown_is_not_said_to_be_late() -> None:
     scene = leaving("train.py:70 main: serve()", wait=wait("serve"))
-    finding, told = only(scene, "shutdown", "worker2")
-    assert status([finding]) == 0
-    assert "worker2 serves, and others wait for it." in told
+    only(scene, "shutdown", "worker2", status=0, told="worker2 serves, and others wait for it.")
     scene.call("worker0", "worker2", "train.f", 8, runs=f"train.py:60 f: {SLEEPS}")
     assert "called shutdown" not in only(scene, "asleep", "worker2")[1]
 
 
-def test_a_restarted_worker_is_not_gone() -> None:
-    scene = Scene("worker0", "worker1")
-    scene["worker0"]["gone"] = {"worker1": "its process ended", "worker2": "its process ended"}
-    (finding,) = Report(scene.sight).findings
+def test_a_restarted_worker_is_not_gone(two: Scene) -> None:
+    two["worker0"]["gone"] = {"worker1": "its process ended", "worker2": "its process ended"}
+    (finding,) = Report(two.sight).findings
     assert finding.workers == ["worker2"]
 
 
-def test_a_checkpoint_that_waits_for_a_worker() -> None:
-    scene = Scene("worker0", "worker1")
-    scene.thread("worker0", "train.py:9 main: checkpoint.save(m, path)", wait=wait("checkpoint.save", "worker1", age=9))
-    scene.call("worker0", "worker1", "telegrad.checkpoint.write", 9, runs="disk.py:20 write: os.fsync(file)")
-    finding, told = only(scene, "asleep", "worker1")
-    assert finding.waiting == ["worker0"]
-    assert "checkpoint.save(m, path)" in told
+def test_a_checkpoint_that_waits_for_a_worker(two: Scene) -> None:
+    two.thread("worker0", "train.py:9 main: checkpoint.save(m, path)", wait=wait("checkpoint.save", "worker1", age=9))
+    two.call("worker0", "worker1", "telegrad.checkpoint.write", 9, runs="disk.py:20 write: os.fsync(file)")
+    only(two, "asleep", "worker1", waiting=["worker0"], told="checkpoint.save(m, path)")
 
 
 def test_a_shutdown_that_waits_for_a_call() -> None:
@@ -281,13 +283,12 @@ def test_a_shutdown_that_waits_for_a_call() -> None:
     assert set(finding.waiting) == {"worker0", "worker1", "worker2"}
 
 
-def test_a_caller_at_the_limit_of_calls_in_flight() -> None:
-    scene = Scene("worker0", "worker1")
-    scene.thread("worker0", "train.py:9 main: rpc.rpc_async('worker1', f)", wait=wait("room", "worker1", age=3.0))
+def test_a_caller_at_the_limit_of_calls_in_flight(two: Scene) -> None:
+    two.thread("worker0", "train.py:9 main: rpc.rpc_async('worker1', f)", wait=wait("room", "worker1", age=3.0))
     for _ in range(20):
-        scene.call("worker0", "worker1", "train.f", 4, runs="train.py:20 f: gate.wait()")
-    assert kinds(scene) == ["asleep", "room"]
-    told = " ".join(Report(scene.sight).text().split())
+        two.call("worker0", "worker1", "train.f", 4, runs="train.py:20 f: gate.wait()")
+    assert kinds(two) == ["asleep", "room"]
+    told = " ".join(Report(two.sight).text().split())
     assert "(and 19 more like it)" in told
     assert "the limit of calls in flight to worker1" in told
 
@@ -302,50 +303,39 @@ def test_a_lost_worker_that_others_wait_for() -> None:
     assert status([finding]) == 1
 
 
-def test_a_lost_worker_that_no_other_waits_for() -> None:
-    scene = Scene("worker0")
-    scene["worker0"]["gone"] = {"worker1": "left early"}
-    finding, told = only(scene, "gone", "worker1")
-    assert status([finding]) == 0
-    assert "Note: worker1 is no longer in the group: left early." in told
+def test_a_lost_worker_that_no_other_waits_for(one: Scene) -> None:
+    one["worker0"]["gone"] = {"worker1": "left early"}
+    only(one, "gone", "worker1", status=0, told="Note: worker1 is no longer in the group: left early.")
 
 
-def test_generations_that_differ() -> None:
-    scene = Scene("worker0", "worker1", "worker2")
-    scene["worker2"]["generation"] = 2
-    finding, told = only(scene, "generations", "worker2")
-    assert "worker0 and worker1 in generation 1; worker2 in generation 2" in told
-    assert status([finding]) == 0
+def test_generations_that_differ(three: Scene) -> None:
+    three["worker2"]["generation"] = 2
+    only(three, "generations", "worker2", told="worker0 and worker1 in generation 1; worker2 in generation 2", status=0)
 
 
-def test_a_lock_with_an_unknown_holder() -> None:
-    scene = Scene("worker0")
-    scene.thread("worker0", "train.py:9 main: self.lock.acquire()")
-    assert "self.lock" in only(scene, "lock", "worker0")[0].title
+def test_a_lock_with_an_unknown_holder(one: Scene) -> None:
+    one.thread("worker0", "train.py:9 main: self.lock.acquire()")
+    assert "self.lock" in only(one, "lock", "worker0")[0].title
 
 
-def test_a_lock_that_a_thread_takes_twice() -> None:
-    scene = Scene("worker0")
-    scene.thread("worker0", "train.py:9 update: with lock:", holds=["lock"])
-    scene.thread("worker0", f"train.py:30 prefetch: {SLEEPS}", name="prefetch")
-    assert "the thread that holds it (lock) waits for it, too" in only(scene, "lock deadlock", "worker0")[0].title
+def test_a_lock_that_a_thread_takes_twice(one: Scene) -> None:
+    one.thread("worker0", "train.py:9 update: with lock:", holds=["lock"])
+    one.thread("worker0", f"train.py:30 prefetch: {SLEEPS}", name="prefetch")
+    assert "the thread that holds it (lock) waits for it, too" in only(one, "lock deadlock", "worker0")[0].title
 
 
-def test_a_lock_is_held_inside_of_its_with_statement() -> None:
-    scene = Scene("worker0")
-    scene.thread("worker0", "train.py:9 update: with lock:")
-    scene.thread("worker0", f"train.py:30 prefetch: {SLEEPS}", name="prefetch")
-    scene.thread("worker0", "data.py:5 collect: lock.wait()", name="collector", holds=["lock"])
-    scene.thread("worker0", f"data.py:9 save: {SLEEPS}", name="saver", holds=["file", "lock"])
-    finding, _ = only(scene, "lock", "worker0")
-    assert "(lock) that another thread holds, it seems: worker0's thread saver is in save" in finding.title
+def test_a_lock_is_held_inside_of_its_with_statement(one: Scene) -> None:
+    one.thread("worker0", "train.py:9 update: with lock:")
+    one.thread("worker0", f"train.py:30 prefetch: {SLEEPS}", name="prefetch")
+    one.thread("worker0", "data.py:5 collect: lock.wait()", name="collector", holds=["lock"])
+    one.thread("worker0", f"data.py:9 save: {SLEEPS}", name="saver", holds=["file", "lock"])
+    only(one, "lock", "worker0", title="(lock) that another thread holds, it seems: worker0's thread saver is in save")
 
 
-def test_locks_of_two_objects_with_the_same_name() -> None:
-    scene = Scene("worker0")
-    scene.thread("worker0", "train.py:9 update: with self.lock:", objects={"self.lock": 1})
-    scene.thread("worker0", f"data.py:9 save: {SLEEPS}", holds=["self.lock"], objects={"self.lock": 2})
-    assert "(self.lock); its holder is not known" in only(scene, "lock", "worker0")[0].title
+def test_locks_of_two_objects_with_the_same_name(one: Scene) -> None:
+    one.thread("worker0", "train.py:9 update: with self.lock:", objects={"self.lock": 1})
+    one.thread("worker0", f"data.py:9 save: {SLEEPS}", holds=["self.lock"], objects={"self.lock": 2})
+    assert "(self.lock); its holder is not known" in only(one, "lock", "worker0")[0].title
 
 
 def test_a_lock_of_logging() -> None:
@@ -356,110 +346,96 @@ def test_a_lock_of_logging() -> None:
     assert "(logging's) that another thread holds, it seems: worker0's thread sender is in emit" in finding.title
 
 
-def test_a_coroutine_that_blocks_the_event_loop() -> None:
-    scene = Scene("worker0", "worker1")
-    scene.call("worker0", "worker1", "train.load", 6, runs=f"train.py:9 load: {SLEEPS}")
-    scene.call("worker0", "worker1", "f", 5, runs="train.py:2 f: def f():", state=UNFINISHED, wait=wait("begin", age=5))
-    scene.call("worker0", "worker1", "train.g", 5, runs="train.py:30 g: await ready()", state=UNFINISHED)
-    for thread, name in zip(scene["worker1"]["threads"], ("telegrad-asyncio", "coroutine", "coroutine"), strict=True):
+def test_a_coroutine_that_blocks_the_event_loop(two: Scene) -> None:
+    two.call("worker0", "worker1", "train.load", 6, runs=f"train.py:9 load: {SLEEPS}")
+    two.call("worker0", "worker1", "f", 5, runs="train.py:2 f: def f():", state=UNFINISHED, wait=wait("begin", age=5))
+    two.call("worker0", "worker1", "train.g", 5, runs="train.py:30 g: await ready()", state=UNFINISHED)
+    for thread, name in zip(two["worker1"]["threads"], ("telegrad-asyncio", "coroutine", "coroutine"), strict=True):
         thread["name"] = name
-    finding, told = only(scene, "loop", "worker1")
+    finding, told = only(two, "loop", "worker1")
     assert "The event loop of worker1 is blocked, it seems: worker1 runs train.load, for 6.0 s, and" in finding.title
     assert "worker0 called train.g on worker1 5.0 s ago, and no thread waits for it" in told
-    scene.thread("worker0", "train.py:9 main: asyncio.run(f())", inside=["/lib/asyncio/base_events.py:640 run_forever"])
-    assert "no thread waits for it" not in only(scene, "loop", "worker1")[1]
+    two.thread("worker0", "train.py:9 main: asyncio.run(f())", inside=["/lib/asyncio/base_events.py:640 run_forever"])
+    assert "no thread waits for it" not in only(two, "loop", "worker1")[1]
 
 
-def test_coroutines_at_one_line_are_counted_as_such() -> None:
-    scene = Scene("worker0", "worker1")
+def test_coroutines_at_one_line_are_counted_as_such(two: Scene) -> None:
     for _ in range(2):
-        scene.call("worker0", "worker1", "train.g", 5, runs="train.py:30 g: await ready()", state=UNFINISHED)
-    for thread in scene["worker1"]["threads"]:
+        two.call("worker0", "worker1", "train.g", 5, runs="train.py:30 g: await ready()", state=UNFINISHED)
+    for thread in two["worker1"]["threads"]:
         thread["name"] = "coroutine"
-    assert "2 coroutines run train.g, for 5.0 s" in only(scene, "asleep", "worker1")[0].title
+    assert "2 coroutines run train.g, for 5.0 s" in only(two, "asleep", "worker1")[0].title
 
 
-def test_a_callback_that_does_not_end() -> None:
-    scene = Scene("worker0")
-    scene.thread("worker0", "train.py:9 main: doubled.wait()", wait=wait("future", about="a future", age=5))
-    scene.thread("worker0", f"train.py:20 double: {SLEEPS}", name="telegrad-worker")
-    finding, _ = only(scene, "asleep", "worker0")
+def test_a_callback_that_does_not_end(one: Scene) -> None:
+    one.thread("worker0", "train.py:9 main: doubled.wait()", wait=wait("future", about="a future", age=5))
+    one.thread("worker0", f"train.py:20 double: {SLEEPS}", name="telegrad-worker")
+    finding, _ = only(one, "asleep", "worker0")
     assert "A thread waits for this one, it seems: worker0's thread telegrad-worker is in double" in finding.title
 
 
 @pytest.mark.parametrize(("more", "kind"), [({}, "unfinished"), ({"runs": f"train.py:20 serve: {SLEEPS}"}, "asleep")])
-def test_calls_of_a_worker_to_itself_do_not_wait_for_each_other(more: dict[str, str], kind: str) -> None:
-    scene = Scene("worker0")
+def test_calls_of_a_worker_to_itself_do_not_wait_for_each_other(one: Scene, more: dict[str, str], kind: str) -> None:
     for age in (3.0, 2.99):  # two of a loop
-        scene.call("worker0", "worker0", "train.serve", age, state=UNFINISHED, **more)
-    only(scene, kind, "worker0")
+        one.call("worker0", "worker0", "train.serve", age, state=UNFINISHED, **more)
+    only(one, kind, "worker0")
 
 
-def test_locks_taken_in_both_orders() -> None:
-    scene = Scene("worker0")
-    scene.thread("worker0", "train.py:9 main: with first_lock:")
-    scene.thread("worker0", "train.py:33 collect: with second_lock:", name="collector")
-    only(scene, "lock deadlock", "worker0")
+def test_locks_taken_in_both_orders(one: Scene) -> None:
+    one.thread("worker0", "train.py:9 main: with first_lock:")
+    one.thread("worker0", "train.py:33 collect: with second_lock:", name="collector")
+    only(one, "lock deadlock", "worker0")
 
 
-def test_a_with_statement_that_takes_no_lock() -> None:
-    scene = Scene("worker0")
-    scene.thread("worker0", "train.py:9 main: with open(path) as file:")
-    scene.thread("worker0", "train.py:10 main: with condition:", name="other", asleep=False)
-    assert Report(scene.sight).findings == []
+def test_a_with_statement_that_takes_no_lock(one: Scene) -> None:
+    one.thread("worker0", "train.py:9 main: with open(path) as file:")
+    one.thread("worker0", "train.py:10 main: with condition:", name="other", asleep=False)
+    assert Report(one.sight).findings == []
 
 
-def test_a_group_without_problems() -> None:
-    scene = Scene("worker0", "worker1")
-    main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', work)")
-    scene.call("worker0", "worker1", "train.work", 0.02, by=main, runs="train.py:20 work: x = x @ x", asleep=False)
-    report = Report(scene.sight)
+def test_a_group_without_problems(two: Scene) -> None:
+    main = two.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', work)")
+    two.call("worker0", "worker1", "train.work", 0.02, by=main, runs="train.py:20 work: x = x @ x", asleep=False)
+    report = Report(two.sight)
     told = " ".join(report.text().split())
-    assert report.findings == []
-    assert report.status == 0
+    assert (report.findings, report.status) == ([], 0)
     assert told.startswith(
         "Nothing waits for long. 2 workers asked, all answered; 1 call in flight, the oldest for 0.0 s"
     )
     assert "busiest: work (train.py:20) on 1 thread" in told
 
 
-def test_a_long_call_that_makes_short_calls() -> None:
-    scene = Scene("worker0", "worker1", "worker2")
-    main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', epoch)")
-    epoch = scene.call("worker0", "worker1", "train.epoch", 30, by=main, runs="train.py:20 epoch: step()")
-    scene.call("worker1", "worker2", "train.step", 0.01, by=epoch, runs="train.py:40 step: loss = f(x)", asleep=False)
-    assert "makes one short call after another, now train.step on worker2" in only(scene, "asleep", "worker1")[1]
+def test_a_long_call_that_makes_short_calls(three: Scene) -> None:
+    main = three.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', epoch)")
+    epoch = three.call("worker0", "worker1", "train.epoch", 30, by=main, runs="train.py:20 epoch: step()")
+    three.call("worker1", "worker2", "train.step", 0.01, by=epoch, runs="train.py:40 step: loss = f(x)", asleep=False)
+    assert "makes one short call after another, now train.step on worker2" in only(three, "asleep", "worker1")[1]
 
 
-def test_a_call_that_has_not_arrived() -> None:
-    scene = Scene("worker0", "worker1")
-    main = scene.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', work)")
-    scene.call("worker0", "worker1", "train.work", 4, by=main, lost=True)
-    finding, told = only(scene, "underway", "worker1")
+def test_a_call_that_has_not_arrived(two: Scene) -> None:
+    main = two.thread("worker0", "train.py:9 main: rpc.rpc_sync('worker1', work)")
+    two.call("worker0", "worker1", "train.work", 4, by=main, lost=True)
+    finding, told = only(two, "underway", "worker1")
     assert finding.title.startswith("worker1 has no record of a call of train.work that worker0 made 4.0 s ago")
     assert "it seems that the call has not arrived" in told
 
 
-def test_calls_to_a_group_that_a_thread_waits_for_one_by_one() -> None:
-    scene = Scene("worker0", "worker1", "worker2")
-    main = scene.thread("worker0", "train.py:9 main: rpc.group().rpc_sync(act)")
+def test_calls_to_a_group_that_a_thread_waits_for_one_by_one(three: Scene) -> None:
+    main = three.thread("worker0", "train.py:9 main: rpc.group().rpc_sync(act)")
     for worker, by in (("worker1", main), ("worker2", None)):
-        scene.call("worker0", worker, "train.act", 9, by=by, runs=f"train.py:20 act: {SLEEPS}")
-    told = Report(scene.sight).text()
+        three.call("worker0", worker, "train.act", 9, by=by, runs=f"train.py:20 act: {SLEEPS}")
+    told = Report(three.sight).text()
     assert "worker0 called train.act on worker2" in told
     assert "no thread waits" not in told
-    scene.call("worker0", "worker2", "train.other", 9, runs=f"train.py:30 other: {SLEEPS}")
-    assert "no thread waits for it" in Report(scene.sight).text()
+    three.call("worker0", "worker2", "train.other", 9, runs=f"train.py:30 other: {SLEEPS}")
+    assert "no thread waits for it" in Report(three.sight).text()
 
 
-def test_an_actor_whose_turn_does_not_end() -> None:
-    scene = Scene("worker0", "worker1")
-    main = scene.thread("worker0", "train.py:9 main: counter.rpc_sync().get()")
-    scene.call("worker0", "worker1", "train.Counter.add", 9, runs=f"train.py:20 add: {SLEEPS}")
-    scene.call("worker0", "worker1", "train.Counter.get", 8, by=main, state=QUEUED)
-    finding, told = only(scene, "asleep", "worker1")
-    assert "train.Counter.add" in finding.title
-    assert "counter.rpc_sync().get()" in told
+def test_an_actor_whose_turn_does_not_end(two: Scene) -> None:
+    main = two.thread("worker0", "train.py:9 main: counter.rpc_sync().get()")
+    two.call("worker0", "worker1", "train.Counter.add", 9, runs=f"train.py:20 add: {SLEEPS}")
+    two.call("worker0", "worker1", "train.Counter.get", 8, by=main, state=QUEUED)
+    only(two, "asleep", "worker1", title="train.Counter.add", told="counter.rpc_sync().get()")
 
 
 def test_callers_of_actors_that_wait_for_each_other_are_not_in_the_circle() -> None:
@@ -496,31 +472,28 @@ def test_workers_in_the_same_state_share_a_line() -> None:
     assert len(told.splitlines()) < 8
 
 
-def test_a_backward_pass_that_no_thread_waits_for() -> None:
-    scene = Scene("worker0", "worker1")
-    scene["worker0"]["passes"].append({"context": 7, "number": 1, "age": 6.5, "owing": ["worker1"]})
+def test_a_backward_pass_that_no_thread_waits_for(two: Scene) -> None:
+    two["worker0"]["passes"].append({"context": 7, "number": 1, "age": 6.5, "owing": ["worker1"]})
     outside = ["/lib/torch/autograd/graph.py:823 _engine_run_backward"]
-    main = scene.thread("worker0", "train.py:9 main: print(loss)", asleep=False)
-    hook = scene.thread("worker1", "train.py:50 hook: rpc.rpc_sync('worker0', note)", outside=outside)
-    scene.call("worker1", "worker0", "train.note", 6.4, by=hook, runs=f"train.py:60 note: {SLEEPS}")
-    finding, told = only(scene, "asleep", "worker0")
+    main = two.thread("worker0", "train.py:9 main: print(loss)", asleep=False)
+    hook = two.thread("worker1", "train.py:50 hook: rpc.rpc_sync('worker0', note)", outside=outside)
+    two.call("worker1", "worker0", "train.note", 6.4, by=hook, runs=f"train.py:60 note: {SLEEPS}")
+    finding, told = only(two, "asleep", "worker0")
     assert "worker0 drives a backward pass of context 7, for 6.5 s" in told
     assert main
     assert "worker1" in finding.waiting
 
 
-def test_a_value_that_nothing_makes() -> None:
-    scene = Scene("worker0", "worker1")
-    main = scene.thread("worker0", "train.py:9 main: reference.to_here()")
-    scene.call("worker0", "worker1", "to_here() of a reference", 5, by=main, state=UNFINISHED)
-    assert "nothing there seems to create it" in only(scene, "value", "worker1")[0].title
+def test_a_value_that_nothing_makes(two: Scene) -> None:
+    main = two.thread("worker0", "train.py:9 main: reference.to_here()")
+    two.call("worker0", "worker1", "to_here() of a reference", 5, by=main, state=UNFINISHED)
+    assert "nothing there seems to create it" in only(two, "value", "worker1")[0].title
 
 
-def test_a_value_that_its_owner_waits_for() -> None:
-    scene = Scene("worker0", "worker1")
-    scene.thread("worker0", "train.py:9 main: reference.to_here()", wait=wait("value", age=5))
-    scene.call("worker1", "worker0", "train.make", 6, runs=f"train.py:20 make: {SLEEPS}")
-    finding, told = only(scene, "value", "worker0")
+def test_a_value_that_its_owner_waits_for(two: Scene) -> None:
+    two.thread("worker0", "train.py:9 main: reference.to_here()", wait=wait("value", age=5))
+    two.call("worker1", "worker0", "train.make", 6, runs=f"train.py:20 make: {SLEEPS}")
+    finding, told = only(two, "value", "worker0")
     assert "worker0's main thread waits for the value of a reference, for 5.0 s" in told
     assert finding.waiting == ["worker1", "worker0"]
 
@@ -533,31 +506,26 @@ def test_slots_that_are_taken_by_short_calls() -> None:
     assert "by short calls, and more arrive than it can run: 40 calls wait" in only(scene, "slots", "worker1")[0].title
 
 
-def test_a_stage_of_a_pipeline_that_sleeps() -> None:
-    scene = Scene("worker0", "worker1", "worker2")
-    main = scene.thread("worker0", "train.py:9 main: pipeline.forward_backward(context, x, y, loss)")
-    scene.call("worker0", "worker1", "stage 1 of 2 of a Pipeline (First)", 7, by=main, state=UNFINISHED)
-    scene.call("worker0", "worker2", "stage 2 of 2 of a Pipeline (Second)", 7, state=UNFINISHED)
+def test_a_stage_of_a_pipeline_that_sleeps(three: Scene) -> None:
+    main = three.thread("worker0", "train.py:9 main: pipeline.forward_backward(context, x, y, loss)")
+    three.call("worker0", "worker1", "stage 1 of 2 of a Pipeline (First)", 7, by=main, state=UNFINISHED)
+    three.call("worker0", "worker2", "stage 2 of 2 of a Pipeline (Second)", 7, state=UNFINISHED)
     outside = ["/lib/telegrad/pipeline/stage_runner.py:120 _do"]
-    scene.thread("worker2", f"train.py:30 forward: {SLEEPS}", outside=outside, name="telegrad-worker")
-    finding, told = only(scene, "asleep", "worker2")
-    assert "train.py:30 in forward" in told
-    assert set(finding.waiting) == {"worker0"}
+    three.thread("worker2", f"train.py:30 forward: {SLEEPS}", outside=outside, name="telegrad-worker")
+    only(three, "asleep", "worker2", told="train.py:30 in forward", waiting={"worker0"})
 
 
-def test_a_call_whose_thread_is_not_known() -> None:
-    scene = Scene("worker0", "worker1")
-    scene.call("worker0", "worker1", "train.work", 3, state="running")
-    assert "the thread that runs it is not known" in only(scene, "busy", "worker1")[0].title
+def test_a_call_whose_thread_is_not_known(two: Scene) -> None:
+    two.call("worker0", "worker1", "train.work", 3, state="running")
+    assert "the thread that runs it is not known" in only(two, "busy", "worker1")[0].title
 
 
-def test_several_threads_that_wait_for_a_lock() -> None:
-    scene = Scene("worker0", "worker1")
-    main = scene.thread("worker1", "train.py:9 main: rpc.rpc_sync('worker0', add)")
+def test_several_threads_that_wait_for_a_lock(two: Scene) -> None:
+    main = two.thread("worker1", "train.py:9 main: rpc.rpc_sync('worker0', add)")
     for _ in range(3):
-        scene.call("worker1", "worker0", "train.add", 9, by=main, runs="train.py:20 add: with table_lock:")
-    scene.thread("worker0", f"train.py:40 save: {SLEEPS}", name="saver")
-    finding, told = only(scene, "lock", "worker0")
+        two.call("worker1", "worker0", "train.add", 9, by=main, runs="train.py:20 add: with table_lock:")
+    two.thread("worker0", f"train.py:40 save: {SLEEPS}", name="saver")
+    finding, told = only(two, "lock", "worker0")
     assert "3 threads of worker0 wait for a lock (table_lock) that another thread holds" in finding.title
     assert "worker0's thread saver is in save, and sleeps" in told
 
@@ -571,10 +539,9 @@ def test_a_stream_whose_reader_waits_for_another_one() -> None:
     assert only(scene, "asleep", "worker0")[0].waiting == ["driver", "worker1"]
 
 
-def test_a_worker_that_waits_for_others_to_join() -> None:
-    scene = Scene("worker0", "worker1")
-    scene.thread("worker0", "train.py:9 main: rpc.wait_for_workers(3)", wait=wait("workers", about="3 workers", age=9))
-    assert "waits for 3 workers to join" in only(scene, "wait", "worker0")[0].title
+def test_a_worker_that_waits_for_others_to_join(two: Scene) -> None:
+    two.thread("worker0", "train.py:9 main: rpc.wait_for_workers(3)", wait=wait("workers", about="3 workers", age=9))
+    assert "waits for 3 workers to join" in only(two, "wait", "worker0")[0].title
 
 
 def test_a_member_without_a_report() -> None:
@@ -594,8 +561,7 @@ def test_workers_that_do_not_report_what_they_wait_for() -> None:
     for name in ("worker0", "worker1"):
         scene[name]["missing"] = []
         scene[name]["threads"][0]["wait"] = wait("shutdown")
-    finding, _ = only(scene, "shutdown", "worker2")
-    assert set(finding.waiting) == {"worker0", "worker1"}
+    only(scene, "shutdown", "worker2", waiting={"worker0", "worker1"})
 
 
 @pytest.mark.parametrize(
@@ -642,8 +608,7 @@ def test_what_threads_do(line: str, innermost: str, asleep: bool | None, said: s
 
 @pytest.mark.parametrize("seed", range(100))
 def test_random_states_have_a_report(seed: int) -> None:
-    scene = at_random(random.Random(seed))
-    report = Report(scene.sight)
+    report = Report(at_random(random.Random(seed)).sight)
     told = report.text(stacks=True)
     assert all(len(line) <= 100 for line in told.splitlines()), told
     assert report.status in (0, 1, 2)
@@ -659,13 +624,11 @@ def at_random(chance: random.Random) -> Scene:
     waits = ["shutdown", "backward", "future", "value", "init_rpc", "room", "store", "workers", "else"]
     for name in names:
         for _ in range(chance.randint(0, 3)):
-            wanted = wait(
-                chance.choice(waits), *chance.sample(strangers, chance.randint(0, 2)), age=chance.choice([0, 5])
-            )
+            own = wait(chance.choice(waits), *chance.sample(strangers, chance.randint(0, 2)), age=chance.choice([0, 5]))
             scene.thread(
                 name,
                 chance.choice(["", f"train.py:{chance.randint(1, 9)} step: {chance.choice(places)}"]),
-                wait=chance.choice([None, wanted]),
+                wait=chance.choice([None, own]),
                 asleep=chance.choice([True, False, None]),
                 outside=chance.choice(
                     [[], ["/lib/torch/autograd/graph.py:1 run"], ["/telegrad/pipeline/stage_runner.py:1 act"]]
@@ -673,9 +636,8 @@ def at_random(chance: random.Random) -> Scene:
             )
         for _ in range(chance.randint(0, 2)):
             owing = chance.sample(strangers, chance.randint(0, 3))
-            number = chance.randint(1, 9)
             scene[name]["passes"].append(
-                {"context": 7, "number": number, "age": chance.choice([0.1, 5]), "owing": owing}
+                {"context": 7, "number": chance.randint(1, 9), "age": chance.choice([0.1, 5]), "owing": owing}
             )
         phase = chance.choice(["member", "member", JOINING, LEAVING])
         _tell(scene[name], phase=phase, phase_age=chance.choice([0.1, 5]), size=chance.choice([None, 2, len(names)]))
@@ -704,11 +666,10 @@ def test_many_workers_that_wait_at_different_lines() -> None:
     assert "and 5 more wait for it: worker5, worker6, worker7, worker8 and worker9" in only(scene, "busy", "worker0")[1]
 
 
-def test_busy_loops_in_two_threads() -> None:
-    scene = Scene("worker0", "worker1")
+def test_busy_loops_in_two_threads(two: Scene) -> None:
     for asleep in (True, False):
-        scene.call("worker0", "worker1", "train.spin", 5, runs="train.py:20 spin: while True:", asleep=asleep)
-    assert "2 threads run train.spin" in only(scene, "busy", "worker1")[0].title
+        two.call("worker0", "worker1", "train.spin", 5, runs="train.py:20 spin: while True:", asleep=asleep)
+    assert "2 threads run train.spin" in only(two, "busy", "worker1")[0].title
 
 
 def slots_of_each_other() -> Scene:

@@ -229,9 +229,7 @@ def test_stages_follow_train_and_eval() -> None:
         (sequence, 1, [3]),
     ],
 )
-def test_a_model_is_cut_into_stages_of_about_equal_size(
-    make: Callable[[], nn.Module], count: int, wanted: list[int]
-) -> None:
+def test_a_model_is_cut_into_about_equal_stages(make: Callable[[], nn.Module], count: int, wanted: list[int]) -> None:
     stages = split_model(make(), count, example=torch.randn(4, WIDTH)).stages
     assert [sum(name.endswith("weight") for name, _ in stage.named_parameters()) for stage in stages] == wanted
 

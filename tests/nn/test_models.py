@@ -60,11 +60,8 @@ class Encoder(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(width, 4, 64, batch_first=True, dropout=0.0)
-        self.words, self.encoder, self.head = (
-            nn.Embedding(WORDS, width),
-            nn.TransformerEncoder(layer, 4),
-            nn.Linear(width, WORDS),
-        )
+        self.words, self.encoder = nn.Embedding(WORDS, width), nn.TransformerEncoder(layer, 4)
+        self.head = nn.Linear(width, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1], dtype=self.head.weight.dtype)
@@ -127,9 +124,7 @@ CASES = {
     "nn.TransformerEncoder": Case(Encoder, "encoder.layers.2", words, words),
     "nn.Transformer": Case(
         lambda: nn.Transformer(32, 4, 2, 2, 64, 0.0, batch_first=True),
-        "decoder",
-        pairs,
-        lambda: torch.randn(6, 7, 32).double(),
+        *("decoder", pairs, lambda: torch.randn(6, 7, 32).double()),
     ),
     "a ResNet": Case(ResNet, "layer2.1", pictures, classes(5)),
 }
@@ -167,7 +162,7 @@ def both() -> dict[str, Any]:
 
 
 def loss_of(outputs: Any, targets: Tensor) -> Tensor:
-    found = outputs if isinstance(outputs, Tensor) else outputs["logits"]
+    found = logits(outputs)
     return (
         mse_loss(found, targets)
         if targets.is_floating_point()

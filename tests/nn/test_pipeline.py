@@ -18,7 +18,7 @@ from telegrad.pipeline.microbatches import check_sum
 from telegrad.pipeline.pipeline_schedule import SCHEDULES
 from telegrad.rpc import RRef, remote, rpc_sync
 from tests.cluster import agents_here
-from tests.nn.training import filled, train_both
+from tests.nn.training import backward, filled, train_both
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -116,10 +116,9 @@ def fails(outputs: torch.Tensor, targets: torch.Tensor) -> NoReturn:
 def test_an_error_names_its_worker_and_the_next_step_works() -> None:
     pipeline = Pipeline([make_stage(0), RemoteModule("w1", make_stage, (1,)), RemoteModule("w2", make_stage, (2,))])
     inputs, targets = batch()
-    with pytest.raises(ArithmeticError, match=r"no loss today[\s\S]*On worker 'w2'"), autograd.context() as context:
-        pipeline.forward_backward(context, inputs, targets, fails)
-    with autograd.context() as context:
-        pipeline.forward_backward(context, inputs, targets, mse_loss)
+    with pytest.raises(ArithmeticError, match=r"no loss today[\s\S]*On worker 'w2'"):
+        backward(pipeline, inputs, targets, fails)
+    backward(pipeline, inputs, targets, mse_loss)
 
 
 def classes(size: int) -> torch.Tensor:
@@ -182,8 +181,8 @@ REFUSED: dict[str, tuple[Any, str | None, str]] = {
 def test_unusable_losses_are_refused(what: str) -> None:
     loss, reduction, said = REFUSED[what]
     inputs, targets = batch(8)
-    with pytest.raises(UsageError, match=said), autograd.context() as context:
-        spread(chunks=4).forward_backward(context, inputs, targets, loss, reduction)
+    with pytest.raises(UsageError, match=said):
+        backward(spread(chunks=4), inputs, targets, loss, reduction)
 
 
 class Scaled(nn.Module):
@@ -194,8 +193,7 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, outputs: torch.Tensor, _: object) -> torch.Tensor:
-        largest = outputs.detach().abs().max() * (self.scale - self.scale.detach())
-        return outputs.mean() + largest
+        return outputs.mean() + outputs.detach().abs().max() * (self.scale - self.scale.detach())
 
 
 class OwnCrossEntropy(nn.CrossEntropyLoss):
@@ -219,10 +217,9 @@ class OwnCrossEntropy(nn.CrossEntropyLoss):
 def test_a_loss_that_is_no_mean_over_samples_needs_a_reduction(loss: Any) -> None:
     pipeline, inputs = spread(chunks=4), batch(8)[0]
     targets = torch.tensor([-100, -100, -100, 1, 2, 0, 1, 2])
-    with pytest.raises(UsageError, match="not the mean over their samples"), autograd.context() as context:
-        pipeline.forward_backward(context, inputs, targets, loss)
-    with autograd.context() as context:
-        pipeline.forward_backward(context, inputs, targets, loss, "mean")
+    with pytest.raises(UsageError, match="not the mean over their samples"):
+        backward(pipeline, inputs, targets, loss)
+    backward(pipeline, inputs, targets, loss, "mean")
 
 
 @pytest.mark.parametrize(
@@ -236,8 +233,7 @@ def test_a_loss_that_is_no_mean_over_samples_needs_a_reduction(loss: Any) -> Non
 )
 def test_a_mean_over_samples_needs_no_reduction(loss: Any) -> None:
     inputs, targets = batch(7)
-    with autograd.context() as context:
-        spread(chunks=3).forward_backward(context, inputs, targets, loss)
+    backward(spread(chunks=3), inputs, targets, loss)
 
 
 def test_an_output_of_each_micro_batch_causes_one_warning() -> None:
@@ -245,8 +241,7 @@ def test_an_output_of_each_micro_batch_causes_one_warning() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            with autograd.context() as context:
-                pipeline.forward_backward(context, inputs, targets, lambda outputs, to: mse_loss(outputs[0], to))
+            backward(pipeline, inputs, targets, lambda outputs, to: mse_loss(outputs[0], to))
     assert [str(each.message)[:52] for each in caught] == ["the output[1] of the last stage is one number for ea"]
 
 
@@ -257,13 +252,9 @@ class WithAux(nn.Module):
 
 def test_a_random_loss_is_said_to_be_random() -> None:
     pipeline, (inputs, targets), loss = spread(chunks=4), batch(8), lambda outputs, to: mse_loss(dropout(outputs), to)
-    with (
-        pytest.raises(UsageError, match=r"is random, as with dropout: .*reduction='mean'"),
-        autograd.context() as context,
-    ):
-        pipeline.forward_backward(context, inputs, targets, loss)
-    with autograd.context() as context:
-        pipeline.forward_backward(context, inputs, targets, loss, "mean")
+    with pytest.raises(UsageError, match=r"is random, as with dropout: .*reduction='mean'"):
+        backward(pipeline, inputs, targets, loss)
+    backward(pipeline, inputs, targets, loss, "mean")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -273,13 +264,10 @@ def test_weights_of_samples_in_losses_of_torch_are_refused(reduction: str) -> No
     weight = torch.tensor([[1.0], [9], [0], [3]])
     function = partial(nn.functional.multilabel_soft_margin_loss, weight=weight, reduction=reduction)
     for loss in (function, nn.MultiLabelSoftMarginLoss(weight, reduction=reduction)):
-        with pytest.raises(UsageError, match="but its micro-batches give"), autograd.context() as context:
-            pipeline.forward_backward(context, inputs, targets, loss)
-        with (
-            pytest.raises(RuntimeError, match=r"(?s)must match.* a part of the targets"),
-            autograd.context() as context,
-        ):
-            spread(chunks=2).forward_backward(context, inputs, targets, loss)
+        with pytest.raises(UsageError, match="but its micro-batches give"):
+            backward(pipeline, inputs, targets, loss)
+        with pytest.raises(RuntimeError, match=r"(?s)must match.* a part of the targets"):
+            backward(spread(chunks=2), inputs, targets, loss)
     with autograd.context() as context:
         of_classes = nn.MultiLabelSoftMarginLoss(weight[:3].t(), reduction=reduction)
         pipeline.forward_backward(context, inputs, targets, of_classes)
@@ -299,8 +287,7 @@ def test_the_id_of_the_context_is_the_first_argument() -> None:
 
 def test_batches_of_other_layouts_are_refused_before_anything_is_sent() -> None:
     inputs, targets = batch(8)
-    ragged = torch.nested.nested_tensor([inputs[:3], inputs[3:]])
-    for other in (inputs.to_sparse(), inputs.to_sparse_csr(), ragged):
+    for other in (inputs.to_sparse(), inputs.to_sparse_csr(), torch.nested.nested_tensor([inputs[:3], inputs[3:]])):
         for given, wanted in ((other, targets), (inputs, {"targets": other})):
             with pytest.raises(ValueError, match="cannot be split into micro-batches: give dense"):
                 spread().forward_backward(1, given, wanted, mse_loss)
@@ -310,8 +297,7 @@ def test_batches_of_other_layouts_are_refused_before_anything_is_sent() -> None:
 
 def test_a_pipeline_of_meta_tensors_computes_shapes() -> None:
     inputs = torch.ones(8, 4, device="meta")
-    there = remote("w1", partial(nn.Linear, 2, 3, device="meta"))
-    pipeline = Pipeline([nn.Linear(4, 2, device="meta"), there])
+    pipeline = Pipeline([nn.Linear(4, 2, device="meta"), remote("w1", partial(nn.Linear, 2, 3, device="meta"))])
     with autograd.context() as context:
         assert pipeline.forward_backward(context, inputs, torch.ones(8, 3, device="meta"), nn.MSELoss()).is_meta
         assert pipeline(inputs).shape == (8, 3)
@@ -320,8 +306,8 @@ def test_a_pipeline_of_meta_tensors_computes_shapes() -> None:
 def test_inputs_and_targets_must_have_equal_lengths() -> None:
     pipeline, (inputs, targets) = spread(chunks=4), batch(8)
     for some, others in ((inputs, targets[:6]), (inputs, targets[:3]), (inputs[:0], targets[:0])):
-        with pytest.raises(UsageError, match="give a target for each input"), autograd.context() as context:
-            pipeline.forward_backward(context, some, others, mse_loss)
+        with pytest.raises(UsageError, match="give a target for each input"):
+            backward(pipeline, some, others, mse_loss)
 
 
 def test_several_targets_for_each_input_are_split_evenly() -> None:
@@ -337,8 +323,8 @@ def test_a_worker_that_dies_ends_the_step() -> None:
         pipeline = Pipeline([RemoteModule("w1", make_stage, (0,)), RemoteModule("w2", make_stage, (1,)), make_stage(2)])
         inputs, targets = batch()
         workers[1].agent.close()
-        with pytest.raises(PeerError, match="w1"), autograd.context() as context:
-            pipeline.forward_backward(context, inputs, targets, mse_loss)
+        with pytest.raises(PeerError, match="w1"):
+            backward(pipeline, inputs, targets, mse_loss)
 
 
 def test_wrong_stages_and_inputs() -> None:

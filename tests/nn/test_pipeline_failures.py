@@ -25,7 +25,7 @@ from telegrad.pipeline.pipeline_schedule import SCHEDULES
 from telegrad.pipeline.stage_runner import BatchInputs, BatchSpec, StageRunner, StageRunners
 from telegrad.rpc import RRef, actor, remote, rpc_sync
 from tests.cluster import PATIENCE, agents, agents_here, group, wait_until
-from tests.nn.training import batch, filled, train, train_alone
+from tests.nn.training import backward, batch, filled, train, train_alone
 
 WIDTH = 4
 MORE_DEATHS = [
@@ -91,17 +91,14 @@ def alone(steps: int) -> list[float]:
 @pytest.mark.parametrize("what", ["forward", "backward"])
 @pytest.mark.parametrize("number", [0, pytest.param(3, marks=pytest.mark.nightly), CHUNKS - 1])
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_a_stage_that_raises_ends_the_batch_and_the_next_batch_runs(
-    schedule: str, what: str, number: int, stage: int
-) -> None:
-    workers = ["w1", "w2", "w0"]
-    stages = [RemoteModule(worker, Stage, (seed,)) for seed, worker in enumerate(workers)]
+def test_a_stage_that_raises_ends_a_batch_and_the_next_runs(schedule: str, what: str, number: int, stage: int) -> None:
+    stages = [RemoteModule(worker, Stage, (seed,)) for seed, worker in enumerate(["w1", "w2", "w0"])]
     pipeline = Pipeline(stages, chunks=CHUNKS, schedule=schedule)
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
     fails(stages[stage], what, number)
     said = rf"no {what} of {number} today[\s\S]*stage {stage + 1} of 3 of a Pipeline \(Stage\)"
-    with pytest.raises(ArithmeticError, match=said), autograd.context() as context:
-        pipeline.forward_backward(context, *batch(0), mse_loss)
+    with pytest.raises(ArithmeticError, match=said):
+        backward(pipeline, *batch(0), mse_loss)
     for each in stages:
         fails(each, "never", 0)
     assert train(pipeline, optimizer, range(3)) == pytest.approx(alone(3))
@@ -117,8 +114,8 @@ def trained_through_a_death(folder: str, schedule: str, when: tuple[str, int], s
     checkpoint.save({"model": pipeline, "optimizer": optimizer}, folder)
     fails(stages[stage], *when, dies=True)
     start = time.perf_counter()
-    with pytest.raises(PeerError, match=names[stage]), autograd.context() as context:
-        pipeline.forward_backward(context, *batch(2), mse_loss)
+    with pytest.raises(PeerError, match=names[stage]):
+        backward(pipeline, *batch(2), mse_loss)
     taken = time.perf_counter() - start
     pipeline.replace(stage, RemoteModule("worker0", Stage, (100,)))
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
@@ -147,8 +144,7 @@ def test_a_dead_worker_is_named_at_once_and_its_stage_is_replaced(
 
 @pytest.mark.usefixtures("here")
 def test_a_batch_that_was_stopped_before_its_arrival_does_not_begin() -> None:
-    stages = [RemoteModule("w1", Stage, (0,)), RemoteModule("w2", Stage, (1,))]
-    driver = Pipeline(stages, chunks=2)._drive()
+    driver = Pipeline([RemoteModule("w1", Stage, (0,)), RemoteModule("w2", Stage, (1,))], chunks=2)._drive()
     spec = BatchSpec((driver.pipeline, 1), 1, ("w0", ""), "1f1b", driver.runner_of, driver.workers, (), 2, False)
     driver.runners[1]._call("stop", 5, (1,), {})
     assert driver.runners[1]._call("run", 5, (spec,), {}) is None

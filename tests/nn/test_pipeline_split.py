@@ -120,9 +120,8 @@ def test_state_that_the_forward_pass_does_not_use_is_kept(make: Callable[[], nn.
         module.register_parameter("spare", nn.Parameter(torch.ones(1)))
     if make is Masked:
         model.add_module("unused", nn.Linear(1, 1))
-    pipeline = Pipeline.split(
-        model, ["w1", "w0"], at=["layers.1"], example=masked_batch()[0] if make is Masked else None
-    )
+    example = masked_batch()[0] if make is Masked else None
+    pipeline = Pipeline.split(model, ["w1", "w0"], at=["layers.1"], example=example)
     pipeline.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
     model.load_state_dict(pipeline.state_dict())
     assert model.get_submodule("layers").note == model.spare == 2
@@ -131,10 +130,8 @@ def test_state_that_the_forward_pass_does_not_use_is_kept(make: Callable[[], nn.
 
 def test_shared_buffers_are_loaded_into_each_stage() -> None:
     model, other = Own().eval(), Own().eval()
-    pipeline, inputs = (
-        Pipeline.split(model, WORKERS, at=["first", "second"], chunks=1, example=torch.randn(5, WIDTH)),
-        torch.randn(5, WIDTH),
-    )
+    inputs = torch.randn(5, WIDTH)
+    pipeline = Pipeline.split(model, WORKERS, at=["first", "second"], chunks=1, example=inputs)
     with torch.no_grad():
         other.bias.fill_(7)
         pipeline.load_state_dict(other.state_dict())
@@ -144,11 +141,8 @@ def test_shared_buffers_are_loaded_into_each_stage() -> None:
 
 
 def test_train_and_eval_reach_the_stages() -> None:
-    model = Layers()
-    pipeline, inputs = (
-        Pipeline.split(model, ["w1", "w2"], chunks=1, example=torch.randn(5, WIDTH)),
-        torch.randn(5, WIDTH),
-    )
+    model, inputs = Layers(), torch.randn(5, WIDTH)
+    pipeline = Pipeline.split(model, ["w1", "w2"], chunks=1, example=inputs)
     with torch.no_grad():
         wanted = model.eval()(inputs)
         assert not torch.allclose(pipeline(inputs), wanted)

@@ -4,6 +4,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from telegrad.pipeline.pipeline_schedule import SCHEDULES, plan
 from telegrad.pipeline.stage import Backward, StageInput
 from telegrad.pipeline.stage_runner import set_weight, weight_of
 from telegrad.rpc import RRef, rpc_sync
-from tests.nn.training import filled, train_both
+from tests.nn.training import backward, filled, train_both
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -66,9 +67,7 @@ def joined(m: Kind, value: Any) -> Tensor:
 
 
 def recomputed(reentrant: bool) -> nn.Module:
-    return Kind(
-        lambda m, value: checkpoint(lambda x: m.layers[1](m.layers[0](x).tanh()), value, use_reentrant=reentrant), 2
-    )
+    return Kind(lambda m, it: checkpoint(lambda x: m.layers[1](m.layers[0](x).tanh()), it, use_reentrant=reentrant), 2)
 
 
 def observed(m: Kind, value: Tensor) -> Tensor:
@@ -117,6 +116,7 @@ STAGES: dict[str, list[Callable[[], nn.Module]]] = {
     "frozen": [lambda: Kind(lambda m, value: m.layers[0](value)).requires_grad_(False)],
     "a function in Python": [lambda: Kind(lambda m, value: Squared.apply(value, m.layers[0].bias))],
 }
+PLAIN = [("plain", 0, 1), ("plain", 0, 2), ("plain", 0, 3)]  # a model
 
 
 def made(kind: str, part: int, seed: int) -> nn.Module:
@@ -163,8 +163,7 @@ def workers_of(count: int, schedule: str) -> list[str]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", STAGES)
 def test_each_kind_of_stage_gives_the_numbers_of_one_process(kind: str, schedule: str) -> None:
-    own = [(kind, part, part) for part in range(len(STAGES[kind]))]
-    model = [("plain", 0, 7), *own, ("plain", 0, 8)]
+    model = [("plain", 0, 7), *[(kind, part, part) for part in range(len(STAGES[kind]))], ("plain", 0, 8)]
     trains_as_one_process(model, workers_of(len(model), schedule), schedule, 4, torch.optim.SGD, 3)
 
 
@@ -180,10 +179,9 @@ def test_a_stage_that_calls_other_workers(schedule: str) -> None:
 def test_tied_weights_train_as_one_weight(schedule: str, workers: list[str]) -> None:
     if schedule == "interleaved" and workers == ["w1", "w2", "w1"]:
         pytest.skip("the stages do not go around")
-    model = [("plain", 0, 1), ("plain", 0, 2), ("plain", 0, 3)]
-    whole = nn.Sequential(*(made(*form) for form in model))
+    whole = nn.Sequential(*(made(*form) for form in PLAIN))
     whole.get_submodule("2.0").weight = whole.get_parameter("0.0.weight")
-    remote = [RemoteModule(worker, made, form) for worker, form in zip(workers, model, strict=True)]
+    remote = [RemoteModule(worker, made, form) for worker, form in zip(workers, PLAIN, strict=True)]
     pipeline = Pipeline(remote, chunks=4, schedule=schedule, tied=[("0.0.weight", "2.0.weight")])
     trains_alike(pipeline, whole, torch.optim.Adam, 4)
     inputs = torch.randn(16, WIDTH).double()
@@ -330,17 +328,15 @@ def test_random_models_have_the_same_parameters_after_fifty_steps(seed: int, sch
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_step_rides_with_a_batch(schedule: str, clips: bool) -> None:
-    model = [("plain", 0, 1), ("plain", 0, 2), ("plain", 0, 3)]
-    whole = nn.Sequential(*(made(*form) for form in model))
-    remote = [RemoteModule(worker, made, form) for worker, form in zip(["w1", "w2", "w0"], model, strict=True)]
+    whole = nn.Sequential(*(made(*form) for form in PLAIN))
+    remote = [RemoteModule(worker, made, form) for worker, form in zip(["w1", "w2", "w0"], PLAIN, strict=True)]
     pipeline = Pipeline(remote, chunks=4, schedule=schedule)
     ours = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
     theirs = torch.optim.Adam(whole.parameters(), lr=0.05)
     scheduler, theirs_too = (torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (ours, theirs))
     inputs, targets = torch.randn(16, WIDTH).double(), torch.randn(16, WIDTH).double()
     for _ in range(3):
-        with autograd.context() as context:
-            pipeline.forward_backward(context, inputs, targets, mse_loss, step=ours.clipped(0.01) if clips else ours)
+        backward(pipeline, inputs, targets, mse_loss, step=ours.clipped(0.01) if clips else ours)
         theirs.zero_grad()
         mse_loss(whole(inputs), targets).backward()
         if clips:
@@ -355,8 +351,7 @@ def test_a_step_rides_with_a_batch(schedule: str, clips: bool) -> None:
 def test_a_riding_step_waits_for_gradients_of_other_paths() -> None:
     embedding, shared = nn.Embedding(10, WIDTH).double(), RemoteModule("w1", filled_linear, (5,))
     first, last = RemoteModule("w1", made, ("plain", 0, 1)), made("plain", 0, 3)
-    stages = [first, RemoteModule("w2", nn.Sequential, (shared,)), last]
-    pipeline, alone = Pipeline(stages, chunks=3), filled_linear(5)
+    pipeline, alone = Pipeline([first, RemoteModule("w2", nn.Sequential, (shared,)), last], chunks=3), filled_linear(5)
     whole = nn.Sequential(made("plain", 0, 1), alone, made("plain", 0, 3))
     table = nn.Embedding(10, WIDTH).double()
     table.load_state_dict(embedding.state_dict())
@@ -366,8 +361,7 @@ def test_a_riding_step_waits_for_gradients_of_other_paths() -> None:
     theirs = torch.optim.SGD([*table.parameters(), *whole.parameters()], lr=0.1)
     words, targets = torch.arange(9), torch.randn(9, WIDTH).double()
     for _ in range(2):
-        with autograd.context() as context:
-            pipeline.forward_backward(context, embedding(words), targets, mse_loss, step=ours)
+        backward(pipeline, embedding(words), targets, mse_loss, step=ours)
         theirs.zero_grad()
         mse_loss(whole(table(words)), targets).backward()
         theirs.step()
@@ -380,8 +374,8 @@ def test_a_riding_step_must_be_a_distributed_optimizer() -> None:
     pipeline = Pipeline([made("plain", 0, 1)])
     optimizer: Any = torch.optim.SGD(pipeline.parameters())
     inputs = torch.ones(2, WIDTH).double()
-    with pytest.raises(UsageError, match="step must be a DistributedOptimizer, not SGD"), autograd.context() as context:
-        pipeline.forward_backward(context, inputs, inputs, mse_loss, step=optimizer)
+    with pytest.raises(UsageError, match="step must be a DistributedOptimizer, not SGD"):
+        backward(pipeline, inputs, inputs, mse_loss, step=optimizer)
 
 
 def test_inputs_of_a_stage_are_freed_with_their_micro_batch() -> None:
@@ -408,8 +402,7 @@ def test_a_frozen_tied_weight_does_not_change(workers: list[str]) -> None:
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=0.1)
     before = first.state_dict()["0.weight"].clone()
     inputs = torch.randn(4, WIDTH).double()
-    with autograd.context() as context:
-        pipeline.forward_backward(context, inputs, inputs, mse_loss, step=optimizer)
+    backward(pipeline, inputs, inputs, mse_loss, step=optimizer)
     assert torch.equal(first.state_dict()["0.weight"], before)
 
 
@@ -425,11 +418,7 @@ def test_freezing_a_tied_weight_through_another_stage_is_refused(freezes: str, i
     pipeline = Pipeline([first, second], tied=[("0.0.weight", "1.0.weight")])
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=0.1)
     inputs = torch.randn(4, WIDTH).double()
-
-    def train() -> None:
-        with autograd.context() as context:
-            pipeline.forward_backward(context, inputs, inputs, mse_loss, step=optimizer)
-
+    train = partial(backward, pipeline, inputs, inputs, mse_loss, step=optimizer)
     train()
     before = pipeline.state_dict()
     if freezes == "stage":

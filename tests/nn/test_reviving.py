@@ -70,8 +70,7 @@ def check(crowd: Crowd, folder: pathlib.Path, model: nn.Module, whole: nn.Module
 
 def test_a_pipeline_goes_on_with_the_same_losses(crowd: Crowd, tmp_path: pathlib.Path) -> None:
     stages = [RemoteModule("w1", Layer, (1,), restore=True), RemoteModule("w2", Layer, (2,), restore=True), Layer(3)]
-    whole = nn.Sequential(Layer(1), Layer(2), Layer(3))
-    check(crowd, tmp_path, Pipeline(stages, chunks=4), whole, "w1", "w2")
+    check(crowd, tmp_path, Pipeline(stages, chunks=4), nn.Sequential(Layer(1), Layer(2), Layer(3)), "w1", "w2")
 
 
 def test_a_stage_of_a_lost_worker_goes_on_elsewhere(crowd: Crowd, tmp_path: pathlib.Path) -> None:
@@ -96,8 +95,7 @@ def test_a_split_model_with_ties_goes_on_with_the_same_losses(crowd: Crowd, tmp_
 
 @pytest.mark.parametrize("lost", ["w1", "w2"])
 def test_nested_remote_modules_are_recovered(crowd: Crowd, tmp_path: pathlib.Path, lost: str) -> None:
-    model = RemoteModule("w1", Outer, ("w2",), restore=True)
-    check(crowd, tmp_path, model, nn.Sequential(Layer(1), Layer(2)), lost)
+    check(crowd, tmp_path, RemoteModule("w1", Outer, ("w2",), restore=True), nn.Sequential(Layer(1), Layer(2)), lost)
 
 
 def test_a_recovered_module_has_the_mode_of_its_handle(crowd: Crowd) -> None:

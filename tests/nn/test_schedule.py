@@ -24,8 +24,7 @@ def played(schedule: str, runners: tuple[int, ...], batches: int) -> Timeline:
 @pytest.mark.parametrize("batches", [1, 2, 5, 8, 16])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_idle_time_is_that_of_the_literature(schedule: str, runners: int, batches: int) -> None:
-    found = played(schedule, around(runners), batches)
-    assert found.idle == pytest.approx((runners - 1) / (batches + runners - 1))
+    assert played(schedule, around(runners), batches).idle == pytest.approx((runners - 1) / (batches + runners - 1))
 
 
 @pytest.mark.parametrize(("runners", "rounds", "batches"), [(2, 2, 4), (4, 2, 8), (4, 3, 8), (3, 3, 6), (4, 1, 8)])
@@ -106,8 +105,7 @@ def test_inference_goes_forward_only(schedule: str) -> None:
     plans = plan(schedule, around(3), 4, trains=False)
     assert [len(own) for own in plans] == [4, 4, 4]
     assert simulate(plans, around(3), 4).length == 6
-    tied = with_tied(plans, around(3), [TiedWeight(2, "head", 0, "table")], trains=False)
-    assert tied == [
+    assert with_tied(plans, around(3), [TiedWeight(2, "head", 0, "table")], trains=False) == [
         [Action(schedules.LOAD_WEIGHT, 0, 0), *plans[0]],
         plans[1],
         [Action(schedules.SEND_WEIGHT, 2, 0), *plans[2]],
@@ -123,9 +121,7 @@ def test_tied_values_arrive_first_and_gradients_leave_last(schedule: str) -> Non
     own = [action.kind for action in second if action.stage == 3]
     assert (own[0], own[-1]) == (schedules.LOAD_WEIGHT, schedules.SEND_GRADIENT)
     assert second.index(Action(schedules.LOAD_WEIGHT, 3, 0)) > 0  # the other stage does not wait
-    assert [
-        action for action in second if action.kind not in (schedules.LOAD_WEIGHT, schedules.SEND_GRADIENT)
-    ] == plans[1]
+    assert [each for each in second if each.kind not in (schedules.LOAD_WEIGHT, schedules.SEND_GRADIENT)] == plans[1]
 
 
 def test_names_of_tied_weights() -> None:

@@ -80,5 +80,4 @@ def reference_to(module: RRef[Any]) -> RRef[Any]:
 
 
 def test_a_reference_to_a_reference() -> None:
-    module = remote("w2", nn.Linear, (2, 2))
-    assert found(remote("w1", reference_to, (module,))) == {"": "w2"}
+    assert found(remote("w1", reference_to, (remote("w2", nn.Linear, (2, 2)),))) == {"": "w2"}

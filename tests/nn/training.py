@@ -12,6 +12,12 @@ from telegrad.nn import Pipeline
 from telegrad.optim import DistributedOptimizer
 
 
+def backward(pipeline: Pipeline, *args: Any, **options: Any) -> None:
+    """Run a batch forward and backward in a context of its own."""
+    with autograd.context() as context:
+        pipeline.forward_backward(context, *args, **options)
+
+
 def train_both(
     pipeline: Pipeline, whole: nn.Module, optimizer: Any, batches: Iterable[tuple[Any, Tensor]], **options: Any
 ) -> DistributedOptimizer:

@@ -51,8 +51,7 @@ class Call(PendingCall):
     was_queued: bool
 
     def send_cancel(self) -> None:
-        queue = self.peer.connection._queue
-        self.was_queued = self.was_queued or any(call is self for _, call in queue)
+        self.was_queued = self.was_queued or any(call is self for _, call in self.peer.connection._queue)
         super().send_cancel()
 
 

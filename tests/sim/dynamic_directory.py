@@ -109,8 +109,7 @@ class Link:
 
     def grant(self, ttl: float) -> Lease:
         sent = self.worker.clock()
-        lease = self._ask(lambda table, now: table.grant(ttl, now))
-        return Lease(lease, ttl, sent + ttl)
+        return Lease(self._ask(lambda table, now: table.grant(ttl, now)), ttl, sent + ttl)
 
     def renew(self, lease: Lease) -> Lease:
         sent = self.worker.clock()

@@ -115,8 +115,7 @@ class World(Checked):
         chance = self.random
         if sum(worker.is_alive for worker in self.workers) < self._most:
             name = chance.choice((*NAMES, ""))
-            rank = chance.choice((-1, -1, -1, 0, 1))
-            worker = Worker(self, len(self.workers), name, rank, self.rate())
+            worker = Worker(self, len(self.workers), name, chance.choice((-1, -1, -1, 0, 1)), self.rate())
             self.workers.append(worker)
             self.lives[worker.life] = worker
             self.note(f"{worker} comes")

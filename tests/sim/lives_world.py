@@ -146,9 +146,7 @@ class World:
             except StopIteration:
                 self.actors.remove(actor)
         else:
-            raise AssertionError(
-                f"calls wait for ever: {[each for each in self.all if not each.fates]}, {self.queue!r}"
-            )
+            raise AssertionError(f"calls wait for ever: {[one for one in self.all if not one.fates]}, {self.queue!r}")
         self.check_end()
 
     def begin(self, actor: Iterator[None]) -> None:
@@ -206,8 +204,7 @@ class World:
 
     def forget_names(self) -> None:
         """Forget all names but those of lives that are there."""
-        there = self.listed.values()
-        self.names = {to: side for to, side in self.names.items() if side.life in there}
+        self.names = {to: side for to, side in self.names.items() if side.life in self.listed.values()}
 
     def forget_lost(self, lost: Side) -> None:
         self.names = {to: side for to, side in self.names.items() if side is not lost}

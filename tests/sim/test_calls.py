@@ -125,19 +125,13 @@ def test_a_table_is_full_by_number_or_by_weight() -> None:
 def test_calls_expire_in_time_and_the_table_is_searched_only_then() -> None:
     table: CallTable = CallTable(100, 100)
     slow, quick, soon = call(deadline=60.0), call(deadline=1.0), call(deadline=1.001)
-    assert table.add(slow)
-    assert table.add(quick)
-    assert not table.add(soon)
+    assert [table.add(each) for each in (slow, quick, soon)] == [True, True, False]
     assert not table.add(call(deadline=0.5, is_timed=False))  # a thread waits for this call
-    assert table.pop_expired(0.9) == []
-    assert table.next_due == 1.0
-    assert table.pop_expired(1.0) == [quick]
-    assert table.next_due == 1.0 + SEARCH_PAUSE
+    assert (table.pop_expired(0.9), table.next_due) == ([], 1.0)
+    assert (table.pop_expired(1.0), table.next_due) == ([quick], 1.0 + SEARCH_PAUSE)
     table.pop(soon.id)
-    assert table.pop_expired(2.0) == []  # `next_due` is a lower bound
-    assert table.next_due == 60.0
-    assert table.pop_expired(61.0) == [slow]
-    assert table.next_due == inf
+    assert (table.pop_expired(2.0), table.next_due) == ([], 60.0)  # `next_due` is a lower bound
+    assert (table.pop_expired(61.0), table.next_due) == ([slow], inf)
 
 
 @pytest.fixture

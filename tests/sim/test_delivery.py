@@ -2,6 +2,7 @@
 
 from math import inf
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +18,12 @@ from telegrad._core.references import (
 from telegrad._core.references.handles import key_of, number
 
 
-def test_letters_to_one_worker_travel_together() -> None:
-    delivery: ReliableDelivery[str] = ReliableDelivery()
+@pytest.fixture
+def delivery() -> ReliableDelivery[str]:
+    return ReliableDelivery()
+
+
+def test_letters_to_one_worker_travel_together(delivery: ReliableDelivery[str]) -> None:
     for message in "abc":
         delivery.post("x", message)
     delivery.post("y", "d")
@@ -26,8 +31,7 @@ def test_letters_to_one_worker_travel_together() -> None:
     assert delivery.outgoing(0.0) == []
 
 
-def test_a_batch_without_a_receipt_is_sent_again_with_growing_pauses() -> None:
-    delivery: ReliableDelivery[str] = ReliableDelivery()
+def test_a_batch_without_a_receipt_is_sent_again_with_growing_pauses(delivery: ReliableDelivery[str]) -> None:
     now, pauses = 0.0, []
     delivery.post("x", "a")
     ((_, first),) = delivery.outgoing(now)
@@ -38,31 +42,26 @@ def test_a_batch_without_a_receipt_is_sent_again_with_growing_pauses() -> None:
     assert pauses[:3] == [RESEND_AFTER, 2 * RESEND_AFTER, 4 * RESEND_AFTER]
     assert pauses[-1] == RESEND_AT_MOST
     delivery.receive("x", Batch(0, [], [1]), now)
-    assert delivery.next() == inf
-    assert delivery.unsettled == 0
+    assert (delivery.next(), delivery.unsettled) == (inf, 0)
 
 
-def test_a_receipt_travels_with_letters_or_soon_alone() -> None:
-    delivery: ReliableDelivery[str] = ReliableDelivery()
+def test_a_receipt_travels_with_letters_or_soon_alone(delivery: ReliableDelivery[str]) -> None:
     assert delivery.receive("x", Batch(7, ["a"], []), 1.0) == ["a"]
     assert delivery.next() == 1.0 + ACKNOWLEDGE_WITHIN
     delivery.post("x", "b")
     assert delivery.outgoing(1.0) == [("x", Batch(1, ["b"], [7]))]
     delivery.receive("x", Batch(8, ["c"], [1]), 2.0)
-    assert delivery.outgoing(delivery.next()) == [("x", Batch(0, [], [8]))]
-    assert delivery.next() == inf
+    assert (delivery.outgoing(delivery.next()), delivery.next()) == ([("x", Batch(0, [], [8]))], inf)
 
 
-def test_a_reopened_connection_is_used_at_once() -> None:
-    delivery: ReliableDelivery[str] = ReliableDelivery()
+def test_a_reopened_connection_is_used_at_once(delivery: ReliableDelivery[str]) -> None:
     delivery.post("x", "a")
     delivery.outgoing(0.0)
     delivery.hurry("x", 0.5)
     assert delivery.outgoing(0.5) == [("x", Batch(1, ["a"], []))]
 
 
-def test_a_worker_declared_dead_is_asked_again_with_growing_pauses() -> None:
-    delivery: ReliableDelivery[str] = ReliableDelivery()
+def test_a_worker_declared_dead_is_asked_again_with_growing_pauses(delivery: ReliableDelivery[str]) -> None:
     now, pauses = 0.0, []
     delivery.post("x", "a")
     delivery.outgoing(now)
@@ -78,18 +77,15 @@ def test_a_worker_declared_dead_is_asked_again_with_growing_pauses() -> None:
     assert delivery.next() == inf
 
 
-def test_nothing_is_sent_to_a_worker_that_has_left() -> None:
-    delivery: ReliableDelivery[str] = ReliableDelivery()
+def test_nothing_is_sent_to_a_worker_that_has_left(delivery: ReliableDelivery[str]) -> None:
     delivery.post("x", "a")
     delivery.outgoing(0.0)
     delivery.post("x", "b")
     delivery.drop_worker("x")
-    assert delivery.next() == inf
-    assert delivery.outgoing(99.0) == []
+    assert (delivery.next(), delivery.outgoing(99.0)) == (inf, [])
 
 
-def test_the_numbers_of_workers_that_have_left_are_kept_for_a_while() -> None:
-    delivery: ReliableDelivery[str] = ReliableDelivery()
+def test_the_numbers_of_workers_that_have_left_are_kept_for_a_while(delivery: ReliableDelivery[str]) -> None:
     for turn in range(2):
         delivery.post("x", "a")
         assert delivery.outgoing(0.0) == [("x", Batch(turn + 1, ["a"], []))]
@@ -99,8 +95,7 @@ def test_the_numbers_of_workers_that_have_left_are_kept_for_a_while() -> None:
     for worker in range(MOST_REMEMBERED + 8):
         delivery.post(f"w{worker}", "a")
         delivery.drop_worker(f"w{worker}")
-    assert not delivery._lines
-    assert len(delivery._dropped) == MOST_REMEMBERED
+    assert (len(delivery._lines), len(delivery._dropped)) == (0, MOST_REMEMBERED)
 
 
 def test_a_receiver_does_not_wait_for_forgotten_numbers() -> None:

@@ -167,12 +167,8 @@ def test_calls_to_one_worker_are_retried_together_with_growing_pauses() -> None:
         assert queue.wait(each, 1.0, why="no")
     now, pauses = 1.0, []
     for _ in range(8):
-        assert queue.due(now) == ["x", "y"]
-        assert queue.due(now) == []
-        assert queue.ready("x", now) == [first, second]
-        assert queue.begin(first)
-        assert not queue.begin(first)
-        assert not queue.withdraw(first)
+        assert (queue.due(now), queue.due(now), queue.ready("x", now)) == (["x", "y"], [], [first, second])
+        assert [queue.begin(first), queue.begin(first), queue.withdraw(first)] == [True, False, False]
         assert queue.wait(first, now)  # to the end of the queue
         first, second = second, first
         pauses.append(queue.next() - now)
@@ -192,23 +188,18 @@ def test_a_call_that_ends_without_an_answer_does_not_hurry_the_others() -> None:
     for each in (first, second):
         queue.wait(each, 1.0)
     assert queue.due(1.0) == ["x"]
-    assert queue.end(first)
-    assert not queue.end(first)
-    assert not queue.withdraw(first)
+    assert [queue.end(first), queue.end(first), queue.withdraw(first)] == [True, False, False]
     assert queue.next() == pytest.approx(1.0 + FIRST_PAUSE)
     assert (queue.ready("y", 1.0), queue.why("y"), queue.why("x")) == ([], "", "")
     assert queue.begin(second)
-    assert queue.next() == inf
-    assert queue.close() == []  # an attempt is in flight
+    assert (queue.next(), queue.close()) == (inf, [])  # an attempt is in flight
 
 
 def test_a_call_with_a_pause_is_made_later() -> None:
     queue: RetryQueue[Asked] = RetryQueue()
     call = asked()
     queue.wait(call, 0.0, 2.0)
-    assert queue.due(1.0) == []
-    assert queue.next() == 2.0
-    assert queue.due(2.0) == ["x"]
+    assert (queue.due(1.0), queue.next(), queue.due(2.0)) == ([], 2.0, ["x"])
     assert queue.begin(call)
     assert queue.next() == inf
 
@@ -218,11 +209,8 @@ def test_calls_leave_the_queue_by_deadline_withdrawal_or_close() -> None:
     late, gone, last = asked(until=3.0), asked(), asked("y")
     for each in (late, gone, last):
         queue.wait(each, 0.0, 9.0)
-    assert queue.next() == 3.0
-    assert queue.expired(2.9) == []
-    assert queue.expired(3.0) == [(late, "")]
-    assert queue.withdraw(gone)
-    assert not queue.withdraw(gone)
+    assert (queue.next(), queue.expired(2.9), queue.expired(3.0)) == (3.0, [], [(late, "")])
+    assert [queue.withdraw(gone) for _ in range(2)] == [True, False]
     assert queue.close() == [last]
     assert not queue.wait(asked(), 4.0)
     assert queue.next() == inf
@@ -235,10 +223,8 @@ def test_an_answer_is_kept_until_it_is_settled_or_expires() -> None:
         assert entry.outcome is None
         entry.outcome = "known"
     assert table.settled("a", 1) is None  # the call still runs
-    assert table.ended("a", 1) == [entries[0]]
-    assert table.ended("a", 2) == []
-    assert table.settled("a", 2) is entries[1]
-    assert table.settled("a", 2) is None
+    assert [table.ended("a", number) for number in (1, 2)] == [[entries[0]], []]
+    assert [table.settled("a", 2) for _ in range(2)] == [entries[1], None]
     assert table.ended("a", 3) == []
     assert table.enter("a", 3, 0.0, 1.0) is entries[2]  # now without a limit
     assert table.enter("a", 4, 1.0, 1.0) is entries[3]

@@ -149,6 +149,5 @@ def test_many_workers_that_join_at_once_soon_find_free_numbers(table: LeaseTable
         fibers.resume(waiting.pop(chance.randrange(len(waiting))))
     members = [group._me for group, _ in joined]
     assert len({each.id for each in members if each}) == len({each.name for each in members if each}) == CROWD
-    tries = max(directory.asked["swap"] for _, directory in joined)
-    assert tries <= 3 + 3 * NEAR * (1 if name else 2)
+    assert max(directory.asked["swap"] for _, directory in joined) <= 3 + 3 * NEAR * (1 if name else 2)
     assert sum(directory.read for _, directory in joined) < CROWD * CROWD

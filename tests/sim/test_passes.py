@@ -243,8 +243,7 @@ class World:
 
     def ship(self, worker: int, node: RecvNode, given: bool) -> None:
         to = Identity(str(node.sender), node.sender, "")
-        last = self.draw.random() < 0.5
-        self.parts[str(worker)].outbox.add(to, node.number, [ONE if given else None], False, last)
+        self.parts[str(worker)].outbox.add(to, node.number, [ONE if given else None], False, self.draw.random() < 0.5)
 
     def post(self, sender: str, to: str, message: Any) -> None:
         self.letters[type(message).__name__] += 1
@@ -373,8 +372,7 @@ def test_a_driver_marks_from_where_gradients_wait_and_then_declares_the_other_se
     spec = PassSpec(1, "a", 1, False, False, False, ("a", "b"))
     driver = Driver(spec)
     started = [("a", Start(spec, ("", 1), [1.0])), ("b", Start(spec, ("", 2), [2.0]))]
-    assert driver.start([("a", [1.0]), ("b", [2.0])]) == started
-    assert driver.owing == ["a", "b"]
+    assert (driver.start([("a", [1.0]), ("b", [2.0])]), driver.owing) == (started, ["a", "b"])
     assert driver.report(PassReport(spec, "a", 1, [("", 1)], [(("a", 1), "c")], False, ())) == []
     assert driver.owing == ["b", "c"]
     assert driver.report(PassReport(spec, "c", 1, [("a", 1)], [], True, ())) == []

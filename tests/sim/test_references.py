@@ -75,6 +75,14 @@ class Trio:
     def passed(self, ref: tuple[str, int], owner: str, sender: str, receiver: str) -> str:
         return self.machines[receiver].arrive(ref, self.machines[sender].fork(ref, receiver), owner, sender)
 
+    def dropped(self, ref: tuple[str, int], *users: str) -> Counter[Any]:
+        """Drop the last handles of these users, after which nothing is left; return the number of messages."""
+        for user in users:
+            self.machines[user].drop(ref)
+        found = self.messages()
+        assert self.is_empty()
+        return found
+
     def is_empty(self) -> bool:
         return not any(machine.shares or machine.owned for machine in self.machines.values())
 
@@ -90,9 +98,7 @@ def trio() -> Trio:
 def test_creation_takes_no_letter(trio: Trio) -> None:
     ref = trio.created()
     assert trio.messages() == {}
-    trio.a.drop(ref)
-    assert trio.messages() == {DROPPED: 1}
-    assert trio.is_empty()
+    assert trio.dropped(ref, "a") == {DROPPED: 1}
 
 
 @pytest.mark.parametrize(("sender", "receiver", "letters"), [("b", "a", {}), ("a", "b", {SETTLED: 1})])
@@ -102,10 +108,7 @@ def test_owner_to_user_takes_no_letter_and_user_to_owner_one(
     ref = trio.b.own() if sender == "b" else trio.created()
     trio.passed(ref, "b", sender, receiver)
     assert trio.messages() == letters
-    for name in (sender, receiver):
-        trio.machines[name].drop(ref)
-    assert trio.messages() == {DROPPED: 1}
-    assert trio.is_empty()
+    assert trio.dropped(ref, sender, receiver) == {DROPPED: 1}
 
 
 def test_user_to_user_takes_three_letters_and_a_second_handle_is_the_same_fork(trio: Trio) -> None:
@@ -115,11 +118,7 @@ def test_user_to_user_takes_three_letters_and_a_second_handle_is_the_same_fork(t
     trio.passed(ref, "b", "a", "c")
     assert trio.messages() == {SETTLED: 1}
     assert len(trio.b.owned[ref].forks) == 2
-    for _ in range(2):
-        trio.c.drop(ref)
-    trio.a.drop(ref)
-    assert trio.messages() == {DROPPED: 2}
-    assert trio.is_empty()
+    assert trio.dropped(ref, "c", "c", "a") == {DROPPED: 2}
 
 
 def test_a_reference_may_arrive_before_its_creation(trio: Trio) -> None:
@@ -128,10 +127,7 @@ def test_a_reference_may_arrive_before_its_creation(trio: Trio) -> None:
     assert trio.messages() == {CONFIRM: 1, WANTED: 1, CONFIRMED: 1, SETTLED: 1}
     assert trio.b.expect(ref, fork, "a")
     trio.a.created(ref, fork, "b")
-    trio.a.drop(ref)
-    trio.c.drop(ref)
-    trio.post()
-    assert trio.is_empty()
+    trio.dropped(ref, "a", "c")
 
 
 # Deaths and broken connections
@@ -168,10 +164,7 @@ def test_users_learn_that_a_creating_call_never_arrived(trio: Trio) -> None:
     assert trio.b.hopeless == [ref]
     assert trio.a.fault(ref) == trio.c.fault(ref) == VALUE_GONE
     assert not trio.b.expect(ref, fork, "a")
-    trio.a.drop(ref)
-    trio.c.drop(ref)
-    trio.post()
-    assert trio.is_empty()
+    trio.dropped(ref, "a", "c")
 
 
 def test_a_creation_that_was_never_sent_leaves_nothing(trio: Trio) -> None:
@@ -203,9 +196,7 @@ def test_references_of_a_creator_that_forgot_the_owner_are_taken_back(trio: Trio
     assert trio.messages() == {FORGOT: 1, ASK: 1, MISSING: 1}
     assert not trio.b.owned
     assert trio.a.fault(ref) == OWNER_DIED
-    trio.a.drop(ref)
-    trio.post()
-    assert trio.is_empty()
+    trio.dropped(ref, "a")
 
 
 def test_an_owner_that_forgot_its_user_knows_it_again(trio: Trio) -> None:
@@ -219,9 +210,7 @@ def test_an_owner_that_forgot_its_user_knows_it_again(trio: Trio) -> None:
     assert trio.a.fault(ref) == ""
     trio.b.drop(ref)
     assert ref in trio.b.owned
-    trio.a.drop(ref)
-    trio.post()
-    assert trio.is_empty()
+    trio.dropped(ref, "a")
 
 
 def test_a_value_that_was_freed_by_mistake_is_known_to_be_gone(trio: Trio) -> None:
@@ -231,9 +220,7 @@ def test_a_value_that_was_freed_by_mistake_is_known_to_be_gone(trio: Trio) -> No
     taken_for_dead(trio, "b", "a")
     assert trio.messages() == {FORGOT: 1, CONFIRM: 1, GONE: 1, DROPPED: 1}
     assert trio.a.fault(ref) == VALUE_GONE
-    trio.a.drop(ref)
-    trio.post()
-    assert trio.is_empty()
+    trio.dropped(ref, "a")
 
 
 def test_an_owner_stops_waiting_for_the_call_of_a_creator_that_forgot_it(trio: Trio) -> None:

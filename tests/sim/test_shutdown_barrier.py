@@ -193,8 +193,7 @@ class World:
 
     def hear(self, notice: tuple[int, int]) -> None:
         other, worker = notice
-        pending = self.lines.get((worker, other), [])
-        if pending and worker in self.gone:
+        if self.lines.get((worker, other), []) and worker in self.gone:
             return  # a connection that is closed in good order delivers what was sent on it first
         self.notices.remove(notice)
         if other in self.alive - self.gone:
@@ -262,8 +261,7 @@ def test_wrong_code_is_found(broken: type[ShutdownBarrier]) -> None:
 def test_the_leader_waits_for_two_rounds_without_a_new_call() -> None:
     worker, leader = ShutdownBarrier(1, {0, 1}), ShutdownBarrier(0, {0, 1})
     letters = leader.enter() + [letter for _, m in worker.enter() for letter in leader.receive(1, m)]
-    asked = [m for to, m in letters if to == 1][-1]
-    worker.receive(0, asked)
+    worker.receive(0, [m for to, m in letters if to == 1][-1])
     for begun in (3, 4, 4):  # the worker began a call between the first and the second round
         assert leader.state == WAITING
         leader.quiet(0)
@@ -271,8 +269,7 @@ def test_the_leader_waits_for_two_rounds_without_a_new_call() -> None:
         assert isinstance(answer, Quiet)
         for _, message in leader.receive(1, answer):
             worker.receive(0, message)
-    assert leader.state == LEAVING
-    assert worker.state == DONE
+    assert (leader.state, worker.state) == (LEAVING, DONE)
 
 
 def test_a_waiting_worker_can_ask_which_workers_have_not_entered() -> None:
@@ -280,13 +277,11 @@ def test_a_waiting_worker_can_ask_which_workers_have_not_entered() -> None:
     leader, worker = ShutdownBarrier(0, members), ShutdownBarrier(1, members)
     for _, message in worker.enter():
         leader.receive(1, message)
-    assert leader.missing == {0, 2}
-    assert worker.missing == set()  # the worker does not know
+    assert (leader.missing, worker.missing) == ({0, 2}, set())  # the worker does not know
     ((to, question),) = worker.ask_who()
     ((back, answer),) = leader.receive(1, question)
     worker.receive(to, answer)
-    assert (to, back) == (0, 1)
-    assert worker.missing == {0, 2}
+    assert (to, back, worker.missing) == (0, 1, {0, 2})
     assert leader.ask_who() == []
 
 
@@ -303,8 +298,7 @@ def test_a_waiting_worker_can_ask_which_workers_are_not_quiet() -> None:
         for to, message in machine.quiet(5):
             assert (to, machine) == (0, asker)
             leader.receive(1, message)
-    assert leader.busy == {2}
-    assert asker.busy == set()  # the asker does not know
+    assert (leader.busy, asker.busy) == ({2}, set())  # the asker does not know
     ((_, question),) = asker.ask_who()
     ((_, answer),) = leader.receive(1, question)
     asker.receive(0, answer)
@@ -320,14 +314,12 @@ def test_a_group_without_calls_since_its_entries_leaves_after_one_round() -> Non
     assert leader.asked
     assert leader.receive(1, Quiet(1, 3)) == []
     assert leader.receive(2, Quiet(0, 4)) == []  # of another round
-    assert leader.busy == {0, 2}
-    assert leader.quiet(5) == []
+    assert (leader.busy, leader.quiet(5)) == ({0, 2}, [])
     assert leader.receive(2, Quiet(1, 4)) == [(1, Leave()), (2, Leave())]
     assert leader.remind(1) == [(1, Entered()), (1, Leave())]
     assert leader.receive(1, Entered()) == [(1, Leave())]
     for other, state in ((1, LEAVING), (2, DONE)):
-        assert leader.receive(other, Left()) == []
-        assert leader.state == state
+        assert (leader.receive(other, Left()), leader.state) == ([], state)
     assert leader.remind(1) == []
 
 

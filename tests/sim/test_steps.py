@@ -260,8 +260,7 @@ def test_a_leader_does_not_wait_for_others_if_a_worker_between_steps_is_impatien
 )
 def test_a_follower_obeys_between_its_steps(how: str, message: Message, told: str) -> None:
     barrier = GenerationBarrier(1, range(3))
-    assert barrier.receive(0, message) == []
-    assert barrier.told == ""
+    assert (barrier.receive(0, message), barrier.told) == ([], "")
     assert barrier.stand(how) == [(0, StepReport(how, 0, False))]
     assert barrier.receive(0, message) == []
     assert (barrier.told, barrier.without) == (told, message.without if isinstance(message, Move) else ())
@@ -288,8 +287,7 @@ def test_an_impatient_worker_moves_alone_if_the_leader_is_silent() -> None:
 
 def test_the_leader_goes_on_without_workers_that_do_not_come() -> None:
     leader = GenerationBarrier(0, [0, 1, 2])
-    assert leader.receive(1, StepReport(HERE, 0, False)) == []
-    assert leader.missing == {0, 2}
+    assert (leader.receive(1, StepReport(HERE, 0, False)), leader.missing) == ([], {0, 2})
     leader.stand(HERE)
     assert leader.give_up() == [(1, Move((2,)))]
     assert leader.receive(2, StepReport(HERE, 0, False)) == [(2, Move((2,)))]

@@ -109,8 +109,7 @@ class World:
         self.check_kept()
 
     def check_kept(self) -> None:
-        readers = len(self.feed.taken)
-        assert len(self.feed.store.info) <= KEEP + readers, f"W4: {list(self.feed.store.info)} are kept"
+        assert len(self.feed.store.info) <= KEEP + len(self.feed.taken), f"W4: {list(self.feed.store.info)} are kept"
 
     def use(self, reader: Reader, waits: bool = False) -> None:
         """Let a reader's user check for a version, or wait for it."""

@@ -46,8 +46,7 @@ def frames(data: bytes) -> None:
 
 def handshake(data: bytes) -> None:
     """Play the moves of an attacker, each given by a few bytes."""
-    whole = len(data) - len(data) % _MOVE.size
-    Network().play(Move(*fields) for fields in _MOVE.iter_unpack(data[:whole]))
+    Network().play(Move(*fields) for fields in _MOVE.iter_unpack(data[: len(data) - len(data) % _MOVE.size]))
 
 
 def records(data: bytes) -> None:

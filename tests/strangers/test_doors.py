@@ -135,9 +135,7 @@ def test_a_listener_that_stopped_accepting_resumes(doors: Doors, monkeypatch: py
     assert doors.failures == []
 
 
-def test_the_timer_does_not_leave_the_listener_shut(
-    doors: Doors, monkeypatch: pytest.MonkeyPatch, lines: list[Any]
-) -> None:
+def test_the_timer_reopens_the_listener(doors: Doors, monkeypatch: pytest.MonkeyPatch, lines: list[Any]) -> None:
     """The timer ticks at each step of the leader that stops accepting."""
     forget = doors.poller.forget
 

@@ -135,8 +135,7 @@ def attack_door(address: tuple[str, int], recorded: bytes) -> list[str]:
 
 def test_attacks_on_the_port_of_a_worker_fail(elsewhere: str) -> None:
     with agents(2, transport="tcp", key=SECRET, address=HERE if elsewhere else "127.0.0.1") as (a, b):
-        worker = Hello("w0", 0, "x", "")
-        recorded = Initiator(Keyring([SECRET.encode()]), worker, b.agent.me.incarnation).start()
+        recorded = Initiator(Keyring([SECRET.encode()]), Hello("w0", 0, "x", ""), b.agent.me.incarnation).start()
         address, served = b.agent.me.tcp, b.agent.served
         assert by_another_user(lambda: attack_door(address, recorded), elsewhere) == []
         assert b.agent.served == served

@@ -107,8 +107,7 @@ def test_the_error_names_a_spoiled_pointer(forged: str) -> None:
 
 def spoiled_while_it_runs(port: int) -> str:
     rpc.init_rpc("w", rpc_backend_options=TelegradOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE))
-    stranger = dist.TCPStore("127.0.0.1", port, is_master=False)
-    spoil(stranger, "stoll")
+    spoil(dist.TCPStore("127.0.0.1", port, is_master=False), "stoll")
     with takes_less_than(SOON):
         rpc.workers()
         rpc.shutdown()

@@ -111,8 +111,7 @@ def test_members_of_a_fixed_group_refuse_a_redirected_address() -> None:
         early = [pool.submit(join, rank) for rank in (0, 1)]
         entry = store.get("telegrad/1/rank/1").decode()  # waits for the entry
         store.set("telegrad/1/rank/1", redirected(entry, trap.getsockname()[1]))
-        late = pool.submit(join, 2)
-        for future in (*early, late):
+        for future in (*early, pool.submit(join, 2)):
             with pytest.raises(errors.StoreUntrusted):
                 future.result(PATIENCE)
         trap.settimeout(0)

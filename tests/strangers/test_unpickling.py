@@ -4,7 +4,6 @@ import json
 import operator
 import pickle
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -45,9 +44,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Return the names of the traps that received marked bytes; all parsers behind the handshake have a trap."""
     sprung = []
 
-    def guard(
-        owner: ModuleType | type[Any], name: str, said_in: Callable[..., Any] = lambda data, *_, **__: data
-    ) -> None:
+    def guard(owner: Any, name: str, said_in: Callable[..., Any] = lambda data, *_, **__: data) -> None:
         true = getattr(owner, name)
 
         def trap(*args: Any, **kwargs: Any) -> Any:
@@ -109,8 +106,7 @@ def test_no_bytes_of_a_stranger_are_parsed(
             challenge = Acceptor(OTHER, claim()).receive(hello)
         say(sock, tell(hello, challenge))
         wait_closed(sock)
-    assert reached == []
-    assert exploded == []
+    assert (reached, exploded) == ([], [])
 
 
 def test_a_replayed_handshake_of_a_member_is_refused(worker: list[Worker], reached: list[Any]) -> None:
@@ -126,8 +122,7 @@ def test_a_replayed_handshake_of_a_member_is_refused(worker: list[Worker], reach
         with knock(b) as sock:
             say(sock, said)
             wait_closed(sock)
-    assert reached == []
-    assert exploded == []
+    assert (reached, exploded) == ([], [])
 
 
 def test_the_traps_catch_the_bytes_of_members(worker: list[Worker], reached: list[Any]) -> None:

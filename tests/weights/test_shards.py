@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_w
 
 from telegrad.errors import UsageError
 from telegrad.weights.shards import Box, Part, is_within, overlap, plan, slices, within, without
-from tests.seeds import run_each
+from tests.seeds import by_day_and_night, run_each
 
 
 def box(*spans: tuple[int, int]) -> Box:
@@ -103,10 +103,6 @@ def check_overlaps(chance: random.Random) -> None:
         assert [at for _, _, at, _ in regions] == [*within(both, other).offsets]
 
 
-def test_each_wanted_element_is_copied_once() -> None:
-    run_each(range(300), run_seed)
-
-
-@pytest.mark.nightly
-def test_each_wanted_element_is_copied_once_with_many_seeds() -> None:
-    run_each(range(300, 10_000), run_seed)
+@by_day_and_night(range(300), range(300, 10_000))
+def test_each_wanted_element_is_copied_once(seeds: range) -> None:
+    run_each(seeds, run_seed)

@@ -168,9 +168,7 @@ def test_newest_at_least_and_refresh() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_version_that_precedes_a_call_is_known_despite_a_slow_thread(
-    monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
+def test_a_version_that_precedes_a_call_is_known_despite_slow_threads(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     hear = SubscriberEndpoint.take
 
     def late(*args: Any) -> None:
@@ -322,8 +320,7 @@ def test_memory_of_old_versions_is_reused() -> None:
         for number in range(1, 20):
             publisher.publish()
             assert reader.at_least(number).number == number
-        pool = learner.agent.memory
-        assert sum(pool._bytes.values()) <= 4 * 2_500_000
+        assert sum(learner.agent.memory._bytes.values()) <= 4 * 2_500_000
         reader.close()
         publisher.close()
         del reader, publisher
@@ -575,8 +572,7 @@ def test_an_older_version_does_not_replace_a_newer_one_as_the_last(monkeypatch: 
         publisher.publish()
         reader = Subscriber("w0", "p")
         monkeypatch.setattr(SubscriberEndpoint, "_layout_of", interrupted)
-        assert reader.newest().number == 1
-        assert reader.version == 2
+        assert (reader.newest().number, reader.version) == (1, 2)
         publisher.close()
 
 
@@ -614,8 +610,7 @@ def test_hosts_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
             assert [number_in(reader.at_least(number)) for reader in readers] == [number] * 5
         wait_until(lambda: publisher.versions == [9])
         assert len([reader for reader in readers if not reader._endpoint.machine.whole]) == 2
-        sources = {reader._endpoint.machine.source.worker for reader in readers}
-        assert len(sources) == 3
+        assert len({reader._endpoint.machine.source.worker for reader in readers}) == 3
 
 
 def test_the_first_of_a_host_leaves_or_dies(monkeypatch: pytest.MonkeyPatch) -> None:

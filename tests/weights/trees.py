@@ -154,8 +154,7 @@ def assert_shared_alike(found: Any, wanted: Any, seed: int) -> None:
         if tensor.numel():
             index = tuple(rng.randrange(length) for length in tensor.shape)
             for each in (tensor, mine[name]):
-                element = bare(each)[index].reshape(1).view(torch.uint8)
-                element.bitwise_xor_(1)  # valid for bools, too
+                bare(each)[index].reshape(1).view(torch.uint8).bitwise_xor_(1)  # valid for bools, too
             for other, value in theirs.items():
                 assert torch.equal(bits(mine[other]), bits(value)), (name, index, other)
 
