@@ -32,8 +32,10 @@ def test_news_have_names_that_a_release_includes() -> None:
 
 
 def test_no_program_has_left_files_that_are_tracked() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-    folders = {each.partition("/")[0] for each in tracked if "/" in each}
+    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    tracked = [each.partition("\t") for each in listed.splitlines()]
+    assert [path for mode, _, path in tracked if not mode.startswith("100")] == [], "links"
+    folders = {path.partition("/")[0] for _, _, path in tracked if "/" in path}
     assert folders <= {".ci", ".github", "benchmarks", "docs", "examples", "news", "telegrad", "tests"}
 
 

@@ -17,7 +17,7 @@ CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
     "lines of the package": 62_037,
     "lines of the core": 38_676,
-    "lines of the tests": 87_453,
+    "lines of the tests": 87_455,
     "files of the package": 230,
     "words of the glossary": 80,
     "global statements": 5,
