@@ -325,7 +325,7 @@ class Starter:
         self.socket.settimeout(60)  # it has room for about 200 workers, until the process has imported torch
         try:
             self.process = subprocess.Popen(
-                [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", f"--forks={workers}"],
+                [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", "--forks", str(workers)],
                 stdin=given.fileno(),
                 stdout=stdout,
                 stderr=stderr,
