@@ -15,9 +15,9 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_037,
+    "lines of the package": 62_035,
     "lines of the core": 38_676,
-    "lines of the tests": 87_455,
+    "lines of the tests": 87_461,
     "files of the package": 230,
     "words of the glossary": 80,
     "global statements": 5,

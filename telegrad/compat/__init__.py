@@ -32,9 +32,7 @@ __all__ = ["install", "installed", "uninstall"]
 
 BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot")
 VARIABLE = "PYTHONPATH"
-OF_EXTENSIONS = tuple(
-    f"ext.{name}" for name in ("calls", "graphs", "modules", "references", "starting", "values", "workers")
-)
+OF_EXTENSIONS = tuple(f"ext.{name}" for name in ("calls", "graphs", "modules", "values", "workers"))
 # The packages that import torch. The act that follows torch's import needs all of them, none of them half imported.
 WITH_TORCH = ("autograd", "checkpoint", "nn", "optim", "rpc", "weights", *OF_EXTENSIONS)
 

@@ -1,8 +1,10 @@
 """The compatibility mode in programs and in their children; `test_matrix.py` has all ways of starting."""
 
+import importlib.util
 import inspect
 import os
 import pathlib
+import pkgutil
 import subprocess
 import sys
 import textwrap
@@ -10,6 +12,7 @@ import textwrap
 import pytest
 
 import telegrad
+import telegrad.ext
 from telegrad.compat import BOOT, VARIABLE, WITH_TORCH
 
 CALL = """
@@ -151,11 +154,14 @@ def test_each_module_of_telegrad_can_be_imported_before_torch(name: str) -> None
     subprocess.run([sys.executable, "-c", child], env={**os.environ, VARIABLE: BOOT}, timeout=PATIENT, check=True)
 
 
+def test_each_module_on_the_list_exists() -> None:
+    assert [name for name in WITH_TORCH if importlib.util.find_spec(f"telegrad.{name}") is None] == []
+
+
 @pytest.mark.nightly
 def test_the_list_of_packages_that_import_torch_is_complete() -> None:
-    for name in telegrad.__all__:
-        if not inspect.ismodule(getattr(telegrad, name)):
-            continue
+    packages = [name for name in telegrad.__all__ if inspect.ismodule(getattr(telegrad, name))]
+    for name in packages + [f"ext.{each.name}" for each in pkgutil.iter_modules(telegrad.ext.__path__)]:
         look = f"import sys, telegrad.{name}; print('torch' in sys.modules)"
         imports = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=50, check=True)
         assert imports.stdout == f"{name in WITH_TORCH}\n"
