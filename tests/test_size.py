@@ -15,8 +15,8 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_035,
-    "lines of the core": 38_676,
+    "lines of the package": 62_024,
+    "lines of the core": 38_673,
     "lines of the tests": 87_461,
     "files of the package": 230,
     "words of the glossary": 80,

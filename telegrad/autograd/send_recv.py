@@ -1,4 +1,4 @@
-"""What joins the graphs of two workers: tensors that are sent and received, and gradients that are sent back.
+"""The edges between the graphs of two workers: tensors that are sent and received, and gradients on their way back.
 
 The sender keeps a `Send`, the edges of the tensors in a message. The receiver makes a `Recv` node for the received
 tensors, whose `Origin` names the `Send` that gets their gradients. Torch's graph ends at a process, so the two objects

@@ -8,7 +8,7 @@ worker.
 `graphs`: records of a forward pass, and parts of a backward pass that an extension runs itself.
 `modules`: modules whose parts live on several workers: how to find, name and own the parts.
 `host`: files, processes, threads, forks, signals and addresses of this host.
-`feedback`: what users get back: errors for invalid arguments, notes of long waits, hints, sanitized texts.
+`feedback`: messages for users: errors for invalid arguments, notes of long waits, hints, sanitized texts.
 `events`: events of a worker, for recorders.
 
 docs/extensions.md shows how to write an extension. Names here keep their meaning within a minor version.

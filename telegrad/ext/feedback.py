@@ -1,4 +1,4 @@
-"""What users get back: errors for invalid arguments, notes of long waits, hints, sanitized texts of other processes."""
+"""Messages for users: errors for invalid arguments, notes of long waits, hints, sanitized texts of other processes."""
 
 from telegrad._core import checks
 from telegrad._core.checks import count, flag, is_path, raise_invalid, seconds, short_repr

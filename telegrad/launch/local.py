@@ -97,9 +97,8 @@ class LocalGroup:
         # Workers that ended before `_formed` was set, and their exit codes. No end is added after that.
         self._early: list[tuple[_Worker, int]] = []
         self._store: Any = None
-        self._formed = self._closed = False
+        self._formed = self._closed = self._has_ended = False
         self._ending = threading.RLock()  # held by the thread that ends the processes of the workers
-        self._has_ended = False
         self.key: bytes = new_key()
         self._workers: list[_Worker] = []
         self._starter: Starter | None = None

@@ -93,9 +93,7 @@ class DistributedOptimizer(Optimizer):
         self._maker = (optimizer_class, args, kwargs, hogwild)
         self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by worker
         self._step_id = secrets.randbits(63)  # the number by which passes find the owners' parts
-        self._pending_steps: WeakSet[_PendingStep] = (
-            WeakSet()
-        )  # pending fused steps; after a failed pass, until garbage collection
+        self._pending_steps: WeakSet[_PendingStep] = WeakSet()  # after a failed pass, until garbage collection
         self._keeps = False  # owners may have kept gradients for the next step
         # By thread and context id, for the call of `step` that follows. Each use of this and the next is atomic.
         self._done: dict[tuple[int, int], Done] = {}

@@ -323,13 +323,8 @@ class Pipeline(nn.Module, Recoverable):
         if got:  # one pass, since inputs and targets may share parts of their graphs
             backward(context_id, root_of([tensor for tensor, _ in got], [gradient for _, gradient in got]))
         if fused is not None:
-            fused.end(
-                {
-                    name: stepped
-                    for (name, _), result in zip(driver.workers, results, strict=True)
-                    for stepped in result.stepped
-                }
-            )
+            outcomes = zip(driver.workers, results, strict=True)
+            fused.end({name: stepped for (name, _), result in outcomes for stepped in result.stepped})
         return torch.stack(last.losses).sum()
 
 

@@ -75,9 +75,7 @@ class BatchResult(NamedTuple):
     outputs: list[Any]
     gradients: dict[int, Sequence[Tensor | None]]  # of inputs, by micro-batch
     of_targets: dict[int, Sequence[Tensor | None]]
-    stepped: list[
-        tuple[bool, Any]
-    ]  # empty, or the result of the fused step: True and its value, or False and its failure
+    stepped: list[tuple[bool, Any]]  # empty, or of the fused step: True and its value, or False and its failure
     scalars: list[str]  # the paths of outputs that are one number for each of several micro-batches
 
 

@@ -134,14 +134,13 @@ class DirectoryMonitor:
         return ServerProcess(self._keys, self._host, port, path)
 
     def _main(self) -> None:
+        pointer = self.pointer
         while not self._over.wait(LOOK):
             with contextlib.suppress(OSError):  # no memory for a process, or a taken port: retry
                 if self._keeper is not None:
                     self._keeper.restart_if_ended()
-                elif accepts_connections(self.pointer.address, CONNECT_TIMEOUT) is False and os.path.exists(
-                    self.pointer.path
-                ):
-                    self._keeper = self._process(self.pointer.port, self.pointer.path)
+                elif accepts_connections(pointer.address, CONNECT_TIMEOUT) is False and os.path.exists(pointer.path):
+                    self._keeper = self._process(pointer.port, pointer.path)
 
 
 def connect(pointer: Pointer, keys: Keyring, patience: float = PATIENCE) -> Directory:
