@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(telegrad.__file__).parent
 ROOT = PACKAGE.parent
 CORE = ("_core", "autograd", "rpc", "nn", "optim")
 MOST = {
-    "lines of the package": 62_024,
+    "lines of the package": 62_025,
     "lines of the core": 38_673,
     "lines of the tests": 87_461,
     "files of the package": 230,

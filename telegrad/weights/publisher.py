@@ -267,8 +267,9 @@ def join(
     wait = Wait("Subscriber()", lambda: f"there is no publisher {name!r} here", worker=agent.name)
     with wait, agent.waiting(), service.changed:
         while name not in service.published and number is None:
+            agent.check_open()
             left = until - monotonic()
-            if left <= 0 or agent.closed:
+            if left <= 0:
                 names = sorted(service.published)
                 there = f"its publishers are {listed([*map(repr, names)])}" if names else "it has no publishers"
                 raise UnknownPublisher(
